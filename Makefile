@@ -51,7 +51,7 @@ real: setup ## install weights of real models: SmolLM2 (93 MB); make real MODELS
 	done
 
 demo: $(LIGHT) ## install what a run needs, run the default sweep on the embedded model with sinks and outliers and print its table
-	$(BIN)/python run.py -m model=tiny_hard method=nsn,oscar,kivi bits=2,3,4 cache.keep_decoded=true results_dir=results/demo
+	$(BIN)/python run.py -m model=tiny_hard method=nsn,oscar,kivi bits=2,3,4 task.max_windows=24 cache.keep_decoded=true results_dir=results/demo
 	@echo "The same on a real pretrained model: make demo-real"
 
 demo-real: real ## nsn, OScaR and KIVI at 2, 3, 4 bits on SmolLM2-135M, held-out docstrings (a quarter of an hour on two idle cores)

@@ -19,6 +19,7 @@ from kvq.report.labels import BY_ENGINE
 from kvq.results.statistics import ALPHA
 from kvq_lab.advisor import MOST, full_bytes, readable
 from kvq_lab.choosing import Choosing, Format
+from kvq_lab.needles import needles_note, needles_text
 from kvq_lab.racing import positive
 
 CHOICE, NEAR, OUT = "choice", "near", "out"
@@ -112,13 +113,16 @@ def answer_of(choosing: Choosing) -> str:
             f"   {readable(one.bytes)}, {plain / one.bytes:.1f} times less than fp16",
             f"   loss {loss_text(one)}, KL p99.9 {one.tail:.2f}{equal}",
         ]
+        if (found := needles_text(choosing, one)) is not None:
+            lines.append(f"   {found}")
         if choice.near:
             lines.append(f"   no better beyond noise, and larger: {', '.join(choice.near)}")
     out = [f"{choosing.formats[at].name} ({choosing.formats[by].name})" for at, (by, _) in race.dropped.items()]
     if out:
         lines.append(f"dropped, for what is better and not larger: {', '.join(out)}")
     lines += [f"{one.name}: {one.stopped}" for one in choosing.formats if one.stopped]
-    return "\n".join([*lines, *choosing.warnings, certainty(choosing)])
+    notes = filter(None, [needles_note(choosing)])
+    return "\n".join([*lines, *choosing.warnings, *notes, certainty(choosing)])
 
 
 def write_card(choosing: Choosing) -> Path:
@@ -139,6 +143,7 @@ def write_card(choosing: Choosing) -> Path:
         worse=noise_free(choosing.formats),
         readable=readable,
         loss_text=loss_text,
+        needles_text=needles_text,
         expm1=math.expm1,
         certainty=certainty(choosing),
         engine=None if question.engine is None else BY_ENGINE[question.engine][0],

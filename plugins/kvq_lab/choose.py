@@ -21,8 +21,9 @@ from kvq.config.explain import choices
 from kvq.errors import ConfigError, RecordError, printable
 from kvq.report.labels import BY_ENGINE
 from kvq_lab.advisor import count_of, size_of
-from kvq_lab.card import answer_of, write_card
+from kvq_lab.card import answer_of, choices_of, write_card
 from kvq_lab.choosing import Choosing, Question
+from kvq_lab.needles import find_needles
 from kvq_lab.words import answered, given_words, number
 
 _USAGE = """Race cache formats on your model, and say which to take.
@@ -39,21 +40,25 @@ _USAGE = """Race cache formats on your model, and say which to take.
   minutes=N       after which it ends (default 10)
   text=FILE       to measure on (jsonl, parquet, text, a folder), or a data set of conf/dataset; default pydocs
   window=TOKENS   of each passage (default 1024, or what the model takes)
+  needles=TOKENS  of the prompts in which the choices look for five needles at the end (default: a window; 0: none)
   results=FOLDER  default: results; the card is FOLDER/choose/NAME.html
 """
+
+_NAMES = ("model", "engine", "method", "context", "batch", "memory", "minutes", "text", "window", "needles", "results")
 
 
 def question_of(words: Sequence[str]) -> Question:
     """The question of a command line. Raises: ConfigError: an unknown word, no model, or a number that is none."""
     more = tuple(word for word in words if word.startswith(("model.", "device=", "cache.", "threads=", "cpu_linear=")))
-    names = ("model", "engine", "method", "context", "batch", "memory", "minutes", "text", "window", "results")
-    given = given_words([word for word in words if word not in more], names)
+    given = given_words([word for word in words if word not in more], _NAMES)
     if "model" not in given:
         raise ConfigError("choose: needs model=PATH; --help says the rest")
     engine = given.get("engine")
     if engine is not None and engine not in BY_ENGINE:
         raise ConfigError(f"engine={engine}: one of {', '.join(BY_ENGINE)}")
-    counts = {name: count_of(name, given[name]) for name in ("context", "window") if name in given}
+    counts: dict[str, int] = {name: count_of(name, given[name]) for name in ("context", "window") if name in given}
+    if "needles" in given:
+        counts["needles"] = int(number("needles", given["needles"], "tokens, 0 or above", lambda value: value >= 0))
     return Question(
         (*_model_words(given["model"]), *more),
         engine,
@@ -63,7 +68,9 @@ def question_of(words: Sequence[str]) -> Question:
         minutes=number("minutes", given.get("minutes", "10"), "a number above 0", lambda value: 0 < value < 1e6),
         text=given.get("text", "pydocs"),
         results=Path(given.get("results", "results")),
-        **counts,
+        context=counts.get("context"),
+        window=counts.get("window"),
+        needles=counts.get("needles"),
     )
 
 
@@ -120,6 +127,8 @@ def _work(words: list[str]) -> int:
         try:
             choosing.canaries(say)
             choosing.race(say)
+            if choosing.state.rounds:
+                find_needles(choosing, [choice.format for choice in choices_of(choosing)], say)
         except (SystemExit, KeyboardInterrupt):  # Ctrl-C: what is measured so far is the answer
             say("interrupted")
     print(printable(answer_of(choosing)))

@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
-import torch
 from jaxtyping import Float
 
 from kvq.config import Config
@@ -21,14 +20,15 @@ from kvq.data.rows import joined_text
 from kvq.data.text import encode
 from kvq.errors import ConfigError, DataError, KvqError, Unsupported
 from kvq.models.inputs import Inputs
-from kvq.models.load import pick_device, text_config_of
 from kvq.models.shapes import CacheShape, cache_shape
 from kvq.report.command import write_files
 from kvq.report.labels import BY_ENGINE
 from kvq.results import Record, Store
 from kvq.results.statistics import losses
 from kvq.runs import Prepared, run
-from kvq_lab.advisor import bytes_of, readable
+from kvq_lab.advisor import MOST, bytes_of, readable
+from kvq_lab.memory import check_memory
+from kvq_lab.needles import needle_seconds
 from kvq_lab.racing import Race, round_sizes, run_race
 
 Say = Callable[[str], None]
@@ -50,11 +50,12 @@ DEFAULT = (
 """What is raced where no engine is given."""
 CANARIES = ("identity", "zero")
 CANARY_WINDOWS, WIDTHS, MOST_CHARACTERS = 2, (2, 3, 6), 8_000_000
+LEAST_WINDOW, ANSWER_TOKENS = 256, 64
 
 
 @dataclass(frozen=True)
 class Question:
-    """What is asked; `model` are overrides, `minutes` bound the whole command, `memory` is in bytes."""
+    """What is asked; `model` are overrides, `minutes` bound the command, `memory` is in bytes, `needles` in tokens."""
 
     model: tuple[str, ...]
     engine: str | None = None
@@ -65,6 +66,7 @@ class Question:
     minutes: float = 10
     text: str = "pydocs"
     window: int | None = None
+    needles: int | None = None
     results: Path = Path("results")
 
 
@@ -78,6 +80,7 @@ class Format:
         line: what to paste.
         losses: of each round, nats per token over full precision, by window.
         records: of each round.
+        needles_found: of those of `kvq_lab.needles`, at the end of the race.
     """
 
     words: tuple[str, ...]
@@ -87,6 +90,7 @@ class Format:
     losses: list[Float[np.ndarray, " windows"]] = field(default_factory=list)
     records: list[Record] = field(default_factory=list)
     stopped: str | None = None
+    needles_found: int | None = None
 
     @property
     def loss(self) -> float:
@@ -129,15 +133,16 @@ class Choosing:
         self.shape: CacheShape = cache_shape(self.model)
         longest = self.shape.context or 8192
         self.context = question.context or min(longest, 8192)
-        self.window = question.window or min(1024, longest, self.context)
-        if self.context > longest or self.window > longest:
-            given = f"context={self.context}" if self.context > longest else f"window={self.window}"
+        window = question.window or min(1024, longest, self.context)
+        if self.context > longest or window > longest:
+            given = f"context={self.context}" if self.context > longest else f"window={window}"
             raise ConfigError(f"{given}: model={self.model.name} takes at most {longest} tokens")
+        self.longest, self.window = longest - ANSWER_TOKENS, window
+        self.needles_found: int | None = None
         self.refused: dict[str, str] = {}
         self.formats = self._formats(question.engine)
         self.inputs = Inputs(self._config(("method=fp16",)))
-        self.passages = self._passages()
-        self.sizes = list(round_sizes(len(self.passages)))
+        self._set_window(window)
         self.state = Race([one.bytes for one in self.formats])  # what is decided so far
         self.warnings: list[str] = []
         self.window_seconds = 0.0
@@ -284,8 +289,15 @@ class Choosing:
         return record, (ours.nll - full.nll) / ours.tokens
 
     def canaries(self, say: Say) -> None:
-        """Measure full precision and the canaries on two windows, and say how long a window takes."""
+        """Measure full precision and the canaries on two windows, and say how long a window takes.
+
+        Windows whose length nobody asked for are halved until the first round takes at most half of the time.
+        """
         record, _ = self._measure(("method=fp16",), 0)
+        while self.question.window is None and self.window > LEAST_WINDOW and self._first_round(record) > 0.5:
+            self._set_window(self.window // 2)
+            record, _ = self._measure(("method=fp16",), 0)
+            say(f"windows of {self.window:,} tokens, so that the first round fits into the time; window=TOKENS sets it")
         self.full = record.metrics["nll"]
         same, lost = (float(self._measure((f"method={name}",), 0)[1].mean()) for name in CANARIES)
         if abs(same) > 1e-3:
@@ -296,13 +308,23 @@ class Choosing:
             self.warnings.append(f"canary: an empty cache costs only {lost:+.4f}: this text does not need the cache")
         for line in self.warnings:
             say(line)
-        seconds = record.provenance.wall_seconds["measure"] / CANARY_WINDOWS
-        self.window_seconds = seconds
-        whole = 2 * seconds * len(self.formats) * self.sizes[0] / 60
+        minutes = self._first_round(record) * self.question.minutes
         say(
-            f"a window takes about {seconds:.1f} s in full precision, so the first round of all formats {whole:.1f} "
-            "minutes or so"
+            f"a window takes about {self.window_seconds:.1f} s in full precision, so the first round of all formats "
+            f"{minutes:.1f} minutes or so"
         )
+
+    def _first_round(self, record: Record) -> float:
+        """About which share of the time the first round of all formats takes, by two windows in full precision."""
+        self.window_seconds = record.provenance.wall_seconds["measure"] / CANARY_WINDOWS
+        return 2 * self.window_seconds * len(self.formats) * self.sizes[0] / (60 * self.question.minutes)
+
+    def _set_window(self, window: int) -> None:
+        """Draw passages of so many tokens."""
+        self.window = window
+        self.needle_tokens = min(self.window if self.question.needles is None else self.question.needles, self.longest)
+        self.passages = self._passages()
+        self.sizes = list(round_sizes(len(self.passages)))
 
     def race(self, say: Say) -> None:
         """Measure until one frontier is left, time is over, or the text is; whatever is measured is kept."""
@@ -326,7 +348,8 @@ class Choosing:
         words = self._words(one.words, number)
         known = [seconds for other in self.formats if (seconds := one.seconds or other.seconds) is not None]
         seconds = (float(np.median(known)) if known else self.window_seconds * 2) * self.sizes[number - 1]
-        if time.monotonic() + seconds > self.ends and Prepared(composed(words)).state.name != "done":
+        late = time.monotonic() + seconds > self.ends - needle_seconds(self, MOST)
+        if late and Prepared(composed(words)).state.name != "done":
             return False
         try:
             record, own = self._measure(one.words, number)
@@ -349,42 +372,3 @@ class Choosing:
             f"round {number}, {self.state.windows} windows: {len(self.state.left)} left"
             + (f"; out: {', '.join(out)}" if out else "")
         )
-
-
-def check_memory(config: Config) -> None:
-    """Raise `ConfigError` for a model whose weights are larger than the free memory of its device."""
-    model = config.model
-    if model.load_in is not None or model.max_memory is not None:
-        return
-    try:
-        from transformers import AutoModelForCausalLM
-
-        with torch.device("meta"):
-            built = AutoModelForCausalLM.from_config(text_config_of(model), dtype=getattr(torch, model.dtype.value))
-        needed = sum(one.numel() * one.element_size() for one in built.parameters())
-    except (ValueError, TypeError, KeyError, AttributeError, RuntimeError):  # a class that transformers does not have
-        return
-    device = pick_device(config.device.value)
-    free, where = 0, device.type if model.device_map is None else "all devices together"
-    if device.type == "cuda":
-        free += sum(
-            torch.cuda.mem_get_info(one)[0] for one in range(torch.cuda.device_count() if model.device_map else 1)
-        )
-    if device.type == "cpu" or model.device_map is not None:
-        free += _free_memory()
-    if needed > free > 0:
-        halves = "" if model.dtype.value in ("bfloat16", "float16") else "model.dtype=bfloat16, "
-        spread = "model.device_map=auto, " if device.type == "cuda" and model.device_map is None else ""
-        raise ConfigError(
-            f"model={model.name}: its weights take {readable(needed)} as {model.dtype.value}, {where} has "
-            f"{readable(free)} free; {halves}{spread}model.load_in=4bit or a smaller model"
-        )
-
-
-def _free_memory() -> int:
-    """Free bytes of main memory; 0: not known."""
-    with suppress(OSError):
-        for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    return 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import re
 import runpy
@@ -13,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvq.results import Store
-from kvq_lab import choose, choosing
+from kvq_lab import choose, choosing, memory, needles
 from kvq_lab.racing import level_of, positive, round_sizes, run_race
 from tests.random_models import save_random_model
 
@@ -171,8 +172,31 @@ def test_bad_input_is_one_line(
 def test_a_model_larger_than_memory_is_one_line(
     model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(choosing, "_free_memory", lambda: 1000)
+    monkeypatch.setattr(memory, "_free_memory", lambda: 1000)
     assert choose.main([f"model={model}", "device=cpu"]) == 2
     assert re.search(
         r"its weights take .* as bfloat16, cpu has 1,000 bytes free; .* smaller model", capsys.readouterr().err
     )
+
+
+def test_needles_are_shown_where_full_precision_finds_them(
+    model: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = [f"model={model}", "method=kivi bits=4", f"text={text}", "window=64", f"results={tmp_path}", "needles=192"]
+    race = choosing.Choosing(choose.question_of(words))
+    race.window_seconds = 1.0
+    assert race.needle_tokens == 192
+    assert needles.needle_seconds(race, 1) == pytest.approx(2.5 * 5 * 3)
+    race.question = dataclasses.replace(race.question, minutes=1)
+    assert needles.needle_seconds(race, 1) == 0  # more than a quarter of the time
+    race.window_seconds = 0.1
+    said: list[str] = []
+    needles.find_needles(race, race.formats, said.append)
+    assert not said
+    assert race.needles_found is not None
+    assert race.formats[0].needles_found is not None
+    race.needles_found, race.formats[0].needles_found = 2, 2
+    assert needles.needles_text(race, race.formats[0]) is None
+    assert "full precision itself finds 2 of 5 in 192 tokens" in str(needles.needles_note(race))
+    race.needles_found = 4
+    assert needles.needles_text(race, race.formats[0]) == "2 of 5 needles in 192 tokens, full precision 4"
