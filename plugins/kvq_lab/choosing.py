@@ -308,7 +308,7 @@ class Choosing:
             say(line)
         minutes = self._first_round() * self.question.minutes
         say(
-            f"a window takes about {self.window_seconds:.1f} s, so the first round of all formats {minutes:.1f} minutes "
+            f"a window takes about {self.window_seconds:.1f} s, the first round of all formats {minutes:.1f} minutes "
             "or so"
         )
 
