@@ -83,9 +83,10 @@ def certainty(choosing: Choosing) -> str:
     if not pairs:
         return f"{said}; decided: each choice is better beyond noise than the next one; {chance}"
     smaller, larger = (choosing.formats[at].name for at in pairs[0])
+    same = "" if choosing.question.window is not None else f"window={choosing.window} and "
     return (
         f"{said}; {len(pairs)} pairs are still within noise, such as {smaller} and {larger}: repeat the command with "
-        f"more minutes; {chance}"
+        f"{same}more minutes to go on; {chance}"
     )
 
 
