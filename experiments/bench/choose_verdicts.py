@@ -16,9 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from kvq_lab.card import answer_of, choices_of
-from kvq_lab.choose import question_of
+from kvq_lab.choose import measure, question_of
 from kvq_lab.choosing import Choosing, Format
-from kvq_lab.needles import find_needles
 
 from kvq.results import Record, Store
 
@@ -30,10 +29,7 @@ def run_choose(words: list[str]) -> Choosing:
     """The race of a command line, measured as far as its minutes go."""
     choosing = Choosing(question_of(words))
     print(choosing.plan(), flush=True)
-    choosing.canaries(print)
-    choosing.race(print)
-    if choosing.state.rounds:
-        find_needles(choosing, [choice.format for choice in choices_of(choosing)], print)
+    measure(choosing, print)
     print(answer_of(choosing), flush=True)
     return choosing
 

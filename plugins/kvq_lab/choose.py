@@ -22,7 +22,7 @@ from kvq.errors import ConfigError, RecordError, printable
 from kvq.report.labels import BY_ENGINE
 from kvq_lab.advisor import count_of, size_of
 from kvq_lab.card import answer_of, choices_of, write_card
-from kvq_lab.choosing import Choosing, Question
+from kvq_lab.choosing import Choosing, Question, Say
 from kvq_lab.needles import find_needles
 from kvq_lab.words import answered, given_words, number
 
@@ -114,6 +114,14 @@ def _progress(choosing: Choosing, console: Console) -> Iterator[Progress]:
             console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
+def measure(choosing: Choosing, say: Say) -> None:
+    """Measure canaries and formats as far as the time goes, then needles under the choices."""
+    choosing.canaries(say)
+    choosing.race(say)
+    if choosing.state.rounds:
+        find_needles(choosing, [choice.format for choice in choices_of(choosing)], say)
+
+
 def _work(words: list[str]) -> int:
     choosing, console = Choosing(question_of(words)), Console(stderr=True)
     print(printable(choosing.plan()), flush=True)
@@ -125,10 +133,7 @@ def _work(words: list[str]) -> int:
             progress.console.print(printable(line), markup=False, highlight=False, soft_wrap=True)
 
         try:
-            choosing.canaries(say)
-            choosing.race(say)
-            if choosing.state.rounds:
-                find_needles(choosing, [choice.format for choice in choices_of(choosing)], say)
+            measure(choosing, say)
         except (SystemExit, KeyboardInterrupt):  # Ctrl-C: what is measured so far is the answer
             say("interrupted")
     print(printable(answer_of(choosing)))

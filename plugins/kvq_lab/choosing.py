@@ -293,7 +293,7 @@ class Choosing:
 
         Windows whose length nobody asked for are halved until the first round takes at most half of the time.
         """
-        while self._first_round() > 0.5 and self.question.window is None and self.window > LEAST_WINDOW:
+        while (share := self._first_round()) > 0.5 and self.question.window is None and self.window > LEAST_WINDOW:
             self._set_window(self.window // 2)
             say(f"windows of {self.window:,} tokens, so that the first round fits into the time; window=TOKENS sets it")
         self.full = self._measure(("method=fp16",), 0)[0].metrics["nll"]
@@ -306,7 +306,7 @@ class Choosing:
             self.warnings.append(f"canary: an empty cache costs only {lost:+.4f}: this text does not need the cache")
         for line in self.warnings:
             say(line)
-        minutes = self._first_round() * self.question.minutes
+        minutes = share * self.question.minutes
         say(
             f"a window takes about {self.window_seconds:.1f} s, the first round of all formats {minutes:.1f} minutes "
             "or so"

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 from kvq.config.explain import composed
 from kvq.errors import KvqError
 from kvq.report.command import write_files
-from kvq.results import Record
 from kvq.runs import Prepared, run
 
 if TYPE_CHECKING:
@@ -33,7 +32,7 @@ def needle_seconds(choosing: Choosing, formats: int) -> float:
 
 
 def find_needles(choosing: Choosing, chosen: Sequence[Format], say: Callable[[str], None]) -> None:
-    """Set `found` of full precision and of each chosen format: the number of needles that it finds, one a depth."""
+    """Set `needles_found` of full precision and of each chosen format: how many it finds, of one a depth."""
     if not chosen or not needle_seconds(choosing, len(chosen)):
         return
     for one in (None, *chosen):
@@ -43,10 +42,13 @@ def find_needles(choosing: Choosing, chosen: Sequence[Format], say: Callable[[st
             if late and Prepared(composed(words)).state.name != "done":
                 say("time is over for needles")
                 return
-            found = count_found(run(composed(words), lambda given=words: given))  # type: ignore[misc]
+            accuracy = run(composed(words), lambda given=words: given).metrics.get("accuracy")  # type: ignore[misc]
         except KvqError as error:  # a text or a model in which no needle can be hidden
-            say(f"no needles: {error}")
+            choosing.warnings.append(f"no needles: {error}")
+            choosing.needle_tokens = 0
+            say(choosing.warnings[-1])
             return
+        found = None if accuracy is None else round(accuracy * len(DEPTHS))
         if one is None:
             choosing.needles_found = found
         else:
@@ -63,12 +65,6 @@ def needle_words(choosing: Choosing, words: Sequence[str]) -> list[str]:
     task += ["task.repeats=1", "task.batch_size=1", "task.noise_floor=false"]
     text = ["dataset=text", "dataset.loader=documents", f"dataset.name={choosing.text_name}", f"dataset.path={path}"]
     return [*choosing.question.model, *words, *task, *text, f"results_dir={choosing.question.results}"]
-
-
-def count_found(record: Record) -> int | None:
-    """Needles that were found; None: the run has no answer."""
-    accuracy = record.metrics.get("accuracy")
-    return None if accuracy is None else round(accuracy * len(DEPTHS))
 
 
 def needles_text(choosing: Choosing, one: Format) -> str | None:
