@@ -85,6 +85,7 @@ def test_a_signal_is_one_line(words: list[str], number: signal.Signals, results:
     assert process.returncode == 128 + number
 
 
+@pytest.mark.long
 def test_a_signal_that_is_ignored_stays_ignored(results: Path) -> None:
     command = [sys.executable, "-m", "kvq.report", "--results", str(results)]
     script = 'trap "" INT; exec "$@"'  # as a shell does for what it starts in the background
@@ -103,8 +104,8 @@ def closed_pipe() -> int:
 
 
 PRINTING = [
-    ["run.py", "report", "--print"],
-    pytest.param(["run.py", "--help"], marks=pytest.mark.long),
+    pytest.param(["run.py", "report", "--print"], marks=pytest.mark.long),
+    ["run.py", "--help"],
     pytest.param(["run.py", "ls", "methods"], marks=pytest.mark.long),
     pytest.param(["-m", "kvq", "report", "--help"], marks=pytest.mark.long),
 ]
@@ -124,6 +125,7 @@ def test_outputs_that_cannot_be_written(words: list[str], results: Path) -> None
     assert process.returncode == 1
 
 
+@pytest.mark.long
 def test_an_encoding_without_the_marks(results: Path) -> None:
     command = [sys.executable, "-m", "kvq", "report", "--print", "--results", results, "--out", results / "tables"]
     given = os.environ | {"PYTHONIOENCODING": "ascii"}

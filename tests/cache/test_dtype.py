@@ -145,10 +145,9 @@ def test_every_policy_keeps_16_bits(given: str) -> None:
     assert 2 * half == sum(side.residual_bytes for layer in wide.layers for side in (layer.key, layer.value))
 
 
-@pytest.mark.parametrize("dim", [64, pytest.param(128, marks=pytest.mark.long)])
-@pytest.mark.parametrize(
-    "name", ["nsn", *(pytest.param(name, marks=pytest.mark.long) for name in ("kivi", "nsnquant"))]
-)
+@pytest.mark.long
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("name", ["nsn", "kivi", "nsnquant"])
 @torch.no_grad()
 def test_attention_on_codes_reads_16_bits(name: str, dim: int) -> None:
     """The residual is rounded too; decoded values are not, so the two agree up to that rounding."""

@@ -48,7 +48,7 @@ def greedy(model, tokens, cache, count=9):
     return out
 
 
-@pytest.mark.thin(2)
+@pytest.mark.thin(5)
 @pytest.mark.parametrize("name", METHODS)
 def test_generate(model, name):
     tokens = token_ids(10, batch=2)

@@ -81,7 +81,7 @@ def same(model: Any, first: KVCache, second: KVCache, batch: int = 1) -> None:
     assert (first.nbytes, first.recompression) == (second.nbytes, second.recompression)
 
 
-@pytest.mark.thin(5)
+@pytest.mark.thin(12)
 @pytest.mark.parametrize("name", one_of_each(OWN))
 def test_loaded_forked_and_decoded_caches_go_on_bit_for_bit(name: str, tmp_path: Path) -> None:
     """A fork, whatever another one has written; and a cache that keeps decoded copies, in as many bytes."""

@@ -179,7 +179,7 @@ def test_decode_is_finite_and_of_the_right_kind(name, data):
             assert codes == rows * dim * shape[0] * shape[1]
 
 
-@pytest.mark.thin(4)
+@pytest.mark.thin(8)
 @pytest.mark.parametrize("size", [3, 16])
 @pytest.mark.parametrize("name", mostly_quick(CODED, ("waterfill/memory", "nsnquant/trellis")))
 def test_a_block_is_on_its_own(name, size):

@@ -52,6 +52,7 @@ def forget_constants():
                 getattr(value, "cache_clear", lambda: None)()
 
 
+@pytest.mark.thin(6)
 @pytest.mark.parametrize("name", one_of_each(CODED))
 def test_codecs(name):
     dim = head_dim_of(name)
@@ -80,6 +81,7 @@ def logits(model, method, first, then):
     return torch.cat(found, 1)
 
 
+@pytest.mark.thin(4)
 @pytest.mark.parametrize("name", [name for name in METHODS if quantizes(name)])
 def test_caches(name):
     """A cache filled in one mode goes on in another."""

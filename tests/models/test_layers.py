@@ -298,6 +298,7 @@ def test_a_file_with_other_states_than_the_models_is_refused(change: str, tmp_pa
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.long
 @torch.no_grad()
 def test_packed_attention_in_windows_and_with_sink_logits() -> None:
     one = kvq.build_method("nsn", bits=2, head_dim=128, overrides=["residual.size=8"])
