@@ -20,7 +20,7 @@ METADATA = {
 }
 MOST_BYTES = 2**20
 """Of all notebooks together."""
-_COLOURS, _WIDTH = 32, 760
+_COLOURS, _WIDTH = 48, 760
 
 
 def slim(notebook: Any) -> Any:

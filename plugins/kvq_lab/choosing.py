@@ -265,13 +265,14 @@ class Choosing:
 
     def plan(self) -> str:
         """What will be done, in two lines."""
-        shown = f"{len(self.formats)} formats of {self.question.engine or 'several engines'}"
+        formats, minutes = len(self.formats), self.question.minutes
+        shown = f"{formats} format{'s' * (formats > 1)} of {self.question.engine or 'several engines'}"
         memory = f" in {readable(self.question.memory)}" if self.question.memory is not None else ""
         lines = [
             f"{self.model.name}, {self.question.batch} x {self.context:,} tokens{memory}: full precision, two "
             f"canaries, then {shown} in rounds of {', '.join(map(str, self.sizes[:4]))} windows",
-            f"a window is {self.window:,} tokens of {self.text_name}; it ends in {self.question.minutes:g} minutes at "
-            "most; Ctrl-C keeps everything, a repeat goes on",
+            f"a window is {self.window:,} tokens of {self.text_name}; it ends after about {minutes:g} "
+            f"minute{'s' * (minutes != 1)}; Ctrl-C keeps everything, a repeat goes on",
         ]
         lines += [f"left out: {name}: {reason}" for name, reason in self.refused.items()]
         return "\n".join(lines)
