@@ -23,20 +23,40 @@ if os.environ.get("KVQ_TYPES") == "1":  # before anything imports kvq, and for t
 
 gc.disable()  # until every module is imported, see pytest_collection_finish
 
+ROOT = Path(__file__).parent
 EXAMPLES = 100 if os.environ.get("KVQ_ALL") == "1" else 25  # of properties that say no number
 hypothesis.settings.register_profile("local", deadline=None, max_examples=EXAMPLES)
 hypothesis.settings.register_profile("ci", deadline=None, derandomize=True, max_examples=EXAMPLES)
 hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "local")
 
 
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+def _left_out() -> set[str]:
+    """Names of the methods of plugins that are not in use."""
+    from kvq.config.choices import choices_in
+    from kvq.config.plugins import installed
+
+    folders = [conf for conf in (ROOT / "plugins").glob("*/conf") if conf.parent.name not in installed()]
+    return {choice.name for folder in folders for choice in choices_in(folder) if choice.group == "method"}
+
+
 @pytest.hookimpl(tryfirst=True)  # before -m chooses
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """The one test that takes a minute begins first, so that no process waits for it at the end.
 
+    What KVQ_PLUGINS leaves out is skipped: cases of a plugin's methods, and tests marked `every_plugin`.
+
     Of a test marked `thin(n)` one case in n, chosen by its name, belongs to the quick half and the others to the long.
     """
     items.sort(key=lambda item: item.path.name != "test_types.py")
+    out = _left_out()
     for item in items:
+        params = getattr(getattr(item, "callspec", None), "params", {}).values()
+        if out and (item.get_closest_marker("every_plugin") or out.intersection(filter(_is_text, params))):
+            item.add_marker(pytest.mark.skip(reason="of a plugin that KVQ_PLUGINS leaves out"))
         mark = item.get_closest_marker("thin")
         if mark is not None and zlib.crc32(item.name.encode()) % mark.args[0]:
             item.add_marker(pytest.mark.long)

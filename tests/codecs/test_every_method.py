@@ -11,9 +11,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kvq_zoo.kvtc import CoefficientQuantizer
-from kvq_zoo.spectral import SpectralQuantizer
-from kvq_zoo.triplets import LatticeQuantizer, OctahedralQuantizer
 
 import kvq
 from kvq.codecs import (
@@ -34,6 +31,7 @@ from kvq.codecs.packed import pack
 from kvq.codecs.vector import VectorQuantizer
 from kvq.errors import Unsupported
 from tests.calibrated import build
+from tests.plugins import of_plugins
 from tests.presets import NAMES, preset
 from tests.properties import examples, mostly_quick
 
@@ -77,6 +75,12 @@ MODULES = [importlib.import_module(f"kvq.codecs.{name}") for name in NAMED]
 PACKING = [module for module in MODULES if getattr(module, "pack", None) is pack]
 GROUPED = ("", "high.", "low.", "base.", "delta.")
 CODES = tuple(f"{group}{part}" for group in GROUPED for part in ("codes.", "signs", "string"))
+UNPACKED = (VectorQuantizer, Float8Quantizer, Passthrough, ComponentQuantizer, *sum(of_plugins("UNPACKED"), ()))
+"""Quantizers that pack no codes."""
+SIZED = set(sum(of_plugins("SIZED"), ()))
+"""Quantizers whose groups have a size; null is none."""
+IN_ALL = dict(item for found in of_plugins("IN_ALL") for item in found.items())
+"""Quantizers of which the bits in all, not those of codes, have a closed form at 64 channels: (least, most)."""
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 
 
@@ -88,17 +92,13 @@ def grouped(name):
 
 def in_groups(name, group):
     """Overrides: groups of `group` tokens or channels (null: all) where the method has groups; "own": its own."""
-    if group == "own" or (group == "null" and block_floats(name)):
+    if group == "own" or (group == "null" and any(quantizer_of(name, side) in SIZED for side in grouped(name))):
         return []
     return [f"{side}.quantizer.group_size={group}" for side in grouped(name)]
 
 
-def block_floats(name):
-    """Its blocks have a size; null is none."""
-    return any(
-        getattr(config(name), side)["quantizer"]["_target_"] == "kvq_zoo.block_float.BlockFloatQuantizer"
-        for side in grouped(name)
-    )
+def quantizer_of(name, side):
+    return getattr(config(name), side)["quantizer"]["_target_"]
 
 
 @contextlib.contextmanager
@@ -159,8 +159,7 @@ def test_decode_is_finite_and_of_the_right_kind(name, data):
             packed = codec.encode(x, block, rope)
         # Codewords have whole bytes, and every byte a codeword; 8-bit floats are casts.
         # Passthrough: RoPE's channels beside vLLM's latents. Components and coefficients have a string of bits.
-        unpacked = VectorQuantizer | Float8Quantizer | Passthrough | ComponentQuantizer | CoefficientQuantizer
-        assert packs or name in ("identity", "zero") or isinstance(codec.quantizer, unpacked)
+        assert packs or name in ("identity", "zero") or isinstance(codec.quantizer, UNPACKED)
         out = codec.decode(packed, rope)
         assert (out.shape, out.dtype, packed.tokens) == (x.shape, x.dtype, shape[2])
         assert bool(torch.isfinite(out).all())
@@ -274,20 +273,10 @@ def test_keys_and_values_get_their_own_bits(name):
     high, low = (highest, lowest) if highest < 3 else (max(3, lowest + 1), max(2, lowest))
     method = build(name, x, f"k{high}v{low}")
     for codec, bits in ((method.key, high), (method.value, low)):
-        if isinstance(codec.quantizer, OctahedralQuantizer | LatticeQuantizer):
-            own = (
-                22 * (3 * bits + 1) / 64
-                if isinstance(codec.quantizer, OctahedralQuantizer)
-                else {2: 2.5, 3: 3.375}[bits]
-            )
-            assert (codec.quantizer.bits, codec.encode(x, rope=rope).bits_per_element) == (bits, own + 16 / 64)
-            continue
-        if isinstance(codec.quantizer, SpectralQuantizer):  # planes of each head and width, nothing else
-            assert (codec.quantizer.bits, codec.encode(x, rope=rope).bits_per_element) == (bits, bits)
-            continue
-        if isinstance(codec.quantizer, CoefficientQuantizer):  # scales and shifts are counted in its bits
-            asked, stored = codec.quantizer.bits, codec.encode(x, rope=rope).bits_per_element
-            assert (asked, stored <= bits + 7 / 64, stored > bits - 1) == (bits, True, True)
+        if type(codec.quantizer) in IN_ALL:
+            assert codec.quantizer.bits == bits
+            least, most = IN_ALL[type(codec.quantizer)](bits)
+            assert least <= codec.encode(x, rope=rope).bits_per_element <= most
             continue
         split = codec.quantizer.base.quantizer if isinstance(codec.quantizer, LowRankCorrection) else codec.quantizer
         if isinstance(split, CalibratedChannelSplit):

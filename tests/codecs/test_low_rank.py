@@ -5,7 +5,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kvq_zoo.covariance import CovarianceRotation
 
 import kvq
 from kvq.codecs import (
@@ -19,7 +18,6 @@ from kvq.codecs import (
     TokenNorm,
     UniformQuantizer,
     calibrated_parts,
-    fit_codec,
 )
 from kvq.codecs.low_rank import exact_svd, randomized_svd
 from kvq.errors import Unsupported
@@ -168,12 +166,3 @@ def test_a_calibrated_codec_is_corrected():
     assert calibrated_parts(corrected(base())) == {}
     with pytest.raises(Unsupported, match="CalibratedChannelSplit has no tables: calibrate first"):
         kvq.build_method("kvquant_plus_plus/outliers_low_rank", 2).key.encode(later)
-
-
-def test_moments_reach_the_codec_inside():
-    rows = states(2, 64, 8)
-    moments, rotation = rows.mT @ rows, Codec({"r": CovarianceRotation()}, ["r"], UniformQuantizer(2, "per_token"))
-    expected = fit_codec(rotation, rows, None, None, 0, moments)["r.rotation"]
-    assert torch.equal(fit_codec(corrected(rotation), rows, None, None, 0, moments)["quantizer.r.rotation"], expected)
-    assert corrected(rotation).quantizer.wants_moments
-    assert not corrected(base()).quantizer.wants_moments

@@ -2,9 +2,6 @@
 
 import pytest
 import torch
-from kvq_zoo.balance import VarianceBalance
-from kvq_zoo.octave import LeadingChannels, RmsLevelsQuantizer
-from kvq_zoo.serving import LayerScale
 
 from kvq.codecs import (
     CalibratedChannelSplit,
@@ -99,14 +96,11 @@ WRONG = {
     "double_quant.group_size=0: at least 1": lambda: DoubleQuant(4, "per_token", 0),
     "block=0: at least 1": lambda: Hadamard(block=0),
     "interleaved=true: with block=": lambda: Hadamard(interleaved=True),
-    "divisor=0: above 0": lambda: LayerScale(divisor=0),
     "levels=full: of a symmetric grid": lambda: uniform(4, levels="full"),
     "fixed_scale: of a symmetric grid": lambda: uniform(4, fixed_scale=1.0),
     "zero_point=code: with scale_dtype": lambda: uniform(4, zero_point="code"),
     "rounding=evn: one of even, up": lambda: uniform(4, rounding="evn"),
     "group_size=64: at least 1, with scale=token": lambda: Float8Quantizer(scale="none", group_size=64),
-    "per_rms=0: above 0": lambda: RmsLevelsQuantizer(levels=[-1, 1], per_rms=0),
-    "first=0: at least 1": lambda: LeadingChannels(first=0, high=None, low=None),
     "sparsity=1.0": lambda: SparseLowRank(uniform(), sparsity=1.0),
     "rank=-1": lambda: SparseLowRank(uniform(), rank=-1),
     "buffer=-1": lambda: SparseLowRank(uniform(), buffer=-1),
@@ -124,9 +118,6 @@ WRONG = {
     "outlier_ratio=0: at least 1": lambda: SketchQuantizer(outlier_ratio=0),
     "outliers=-1": lambda: SketchQuantizer(outliers=-1),
     r"outlier_ratio=3: at most ratio \(2\) where shared_rows=true": lambda: SketchQuantizer(ratio=2, outlier_ratio=3),
-    "kept=per_head: one of per_channel, per_token": lambda: VarianceBalance("per_head"),
-    "iterations=-1: at least 0": lambda: VarianceBalance("per_token", -1),
-    "imbalance=std: one of deviation, variance": lambda: VarianceBalance("per_token", imbalance="std"),
     "scope=tokens: one of head, token. Did you mean 'token'": lambda: TokenNorm(scope="tokens"),
     "sketch=gausian.*Did you mean 'gaussian'": lambda: InnerProductQuantizer(2, "gausian"),
     "outliers=0: at least 1$": lambda: ChannelSplit(0, PLAIN, PLAIN),

@@ -12,6 +12,7 @@ from kvq.cache import KVCache
 from kvq.calibration.fit import calibrate
 from kvq.codecs import rope_table
 from kvq.config.method import CalibrationConfig
+from kvq.config.plugins import installed
 from kvq.errors import ConfigError
 from kvq.models import LoadedModel
 from tests.cache.states import nearest_bits, quantizes
@@ -47,7 +48,7 @@ SETTINGS = {
 def forget_constants():
     """What codecs keep of a process's first calls."""
     for name, module in list(sys.modules.items()):
-        if name.startswith(("kvq.codecs", "kvq_zoo")) and name.rpartition(".")[2] not in COMPILED:
+        if name.startswith(("kvq.codecs", *installed())) and name.rpartition(".")[2] not in COMPILED:
             for value in vars(module).values():
                 getattr(value, "cache_clear", lambda: None)()
 

@@ -20,7 +20,7 @@ from kvq.codecs import (
 from kvq.errors import ConfigError, Unsupported
 from kvq.methods.build import build_method
 from kvq_zoo.channel_groups import ChannelGroups, PairWidths, allocated
-from tests.codecs import rival_oracles as by
+from kvq_zoo.tests import rival_oracles as by
 from tests.codecs.test_rope import turned
 
 HEADS, TOKENS, DIM = 2, 16, 48

@@ -12,7 +12,7 @@ from kvq.cache import KVCache
 from kvq.calibration.collect import LayerStates, collect
 from kvq.calibration.files import bind
 from kvq.calibration.fit import calibrate, weights_name
-from kvq.codecs import Codec, Hadamard, UniformQuantizer, fit_codec
+from kvq.codecs import Codec, Hadamard, LowRankCorrection, UniformQuantizer, fit_codec
 from kvq.config.method import CalibrationConfig
 from kvq.errors import ConfigError, Unsupported
 from kvq.methods.build import build_method
@@ -200,3 +200,14 @@ def test_a_calibrated_cache_keeps_sinks_and_window(preset: str) -> None:
     seen = cache.layers[0].update(x[:, :, :1], x[:, :, :1])[0][:, :, :400]
     same = (seen == x).all(-1).all(1)[0].nonzero().flatten().tolist()
     assert same == [*range(64), *range(400 - 256, 400)]
+
+
+def test_moments_reach_a_codec_inside_a_correction() -> None:
+    rows = torch.randn(2, 64, 8, generator=torch.Generator().manual_seed(101), dtype=torch.float64)
+    moments, rotation = rows.mT @ rows, Codec({"r": CovarianceRotation()}, ["r"], UniformQuantizer(2, "per_token"))
+    corrected = Codec({}, [], LowRankCorrection(rotation))
+    expected = fit_codec(rotation, rows, None, None, 0, moments)["r.rotation"]
+    assert torch.equal(fit_codec(corrected, rows, None, None, 0, moments)["quantizer.r.rotation"], expected)
+    assert corrected.quantizer.wants_moments
+    plain = Codec({}, [], LowRankCorrection(Codec({}, [], UniformQuantizer(2, "per_token"))))
+    assert not plain.quantizer.wants_moments

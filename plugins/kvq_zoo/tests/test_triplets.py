@@ -13,9 +13,9 @@ from kvq.codecs.levels import nearest_level
 from kvq.errors import ConfigError, Unsupported
 from kvq_zoo.query_moments import QueryTransform
 from kvq_zoo.rotations import BlockRotation
+from kvq_zoo.tests import triplet_oracles as oracle
 from kvq_zoo.triplets import LatticeQuantizer, OctahedralQuantizer, norm_levels, square_levels
 from tests.calibrated import build
-from tests.codecs import triplet_oracles as oracle
 
 EMPTY = torch.empty(0, dtype=torch.float64)
 

@@ -4,7 +4,7 @@ import math
 
 import numpy as np
 
-from tests.codecs.engine_oracles import FLOATS, by_group, f32, fp4, nearest
+from kvq_zoo.tests.engine_oracles import FLOATS, by_group, f32, fp4, nearest
 from tests.codecs.oracles import stored
 
 

@@ -8,14 +8,14 @@ import re
 import numpy as np
 import pytest
 import torch
-from kvq_zoo.serving import TurboMindQuantizer
 
 from kvq.codecs.packed import unpack_parts
 from kvq.config import compose, resolve
 from kvq.methods.build import build_method, method_of
+from kvq_zoo.serving import TurboMindQuantizer
+from kvq_zoo.tests.engine_oracles import IQ4_NL, rounded_to, turbomind
+from kvq_zoo.tests.test_engines import PRESETS
 from tests.calibrated import build
-from tests.codecs.engine_oracles import IQ4_NL, rounded_to, turbomind
-from tests.codecs.test_engines import PRESETS
 from tests.test_docs import ENGINES
 
 F = np.float32

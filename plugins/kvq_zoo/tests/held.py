@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import numpy as np
 import torch
-from kvq_zoo.tests import kvtc_oracle
-from kvq_zoo.tests.test_covariance import clipped, moment_of, rotation_of, stored
-from kvq_zoo.triplets import norm_levels, square_levels
 from scipy import stats
 from torch import Tensor
 
 import kvq
 from kvq.codecs import RandomRotation, bind_codec, fit_codec, rope_table, trellis
+from kvq_zoo.kvtc import CoefficientQuantizer
+from kvq_zoo.spectral import SpectralQuantizer
+from kvq_zoo.tests import kvtc_oracle, rival_oracles, triplet_oracles
+from kvq_zoo.tests.test_covariance import clipped, moment_of, rotation_of, stored
+from kvq_zoo.triplets import LatticeQuantizer, OctahedralQuantizer, norm_levels, square_levels
 from tests.calibrated import build
-from tests.codecs import rival_oracles, triplet_oracles
 from tests.codecs.oracles import hadamard
 from tests.codecs.test_rope import turned
 from tests.methods.held import DIM, HEADS, TOKENS, states
@@ -254,3 +255,36 @@ def squat(bits: int) -> Pairs:
     assert codec is not None
     rows = [triplet_oracles.squat(keys, moment_of(keys), bits, 60, 0.001 * 8192) for keys in NUMBERS]
     yield codec.decode(codec.encode(X)), np.array(rows)
+
+
+PAIRS: dict[str, Callable[[], Iterable[tuple[Tensor, np.ndarray]]]] = {
+    "kvarn": lambda: kvarn("kvarn", (4, 2), 8, variances=False),
+    "kvarn/mla_k5_g64": lambda: kvarn("kvarn/mla_k5_g64", (5,), 8, variances=False),
+    "kvarn/paper": lambda: kvarn("kvarn/paper", (2, 2), 16, variances=True),
+    "kitty": lambda: kitty("kitty", 16, kernel=False),
+    "kitty/kernel": lambda: kitty("kitty/kernel", 16, kernel=True),
+    "block_gtq": lambda: (pair for bits in (2, 3) for pair in block_gtq(bits)),
+    "oscar_covariance": lambda: oscar_covariance("oscar_covariance", 2, np.float16),
+    "kvtc": lambda: kvtc(1.25),
+    "tcq": lambda: tcq(2),
+    "planarquant": lambda: block_rotated("planarquant", 2),
+    "isoquant": lambda: block_rotated("isoquant", 4),
+    "rotorquant": lambda: block_rotated("rotorquant", 3),
+    "octopus": lambda: octopus(2),
+    "nexusquant": lambda: nexusquant(3),
+    "nova_kv": lambda: nova_kv(),
+    "spectralquant": lambda: (pair for bits in (2, 3) for pair in spectralquant("spectralquant", bits)),
+    "squat": lambda: (pair for bits in (2, 4) for pair in squat(bits)),
+    "spectralquant/uniform": lambda: spectralquant("spectralquant/uniform", 2),
+    "oscar_covariance/served": lambda: oscar_covariance("oscar_covariance/served", 2, np.float32),
+}
+"""Rows of the table of docs/methods.md: what `tests/methods/test_held_against.py` compares."""
+UNPACKED = (CoefficientQuantizer,)
+SIZED = ("kvq_zoo.block_float.BlockFloatQuantizer",)
+IN_ALL: dict[type, Callable[[int], tuple[float, float]]] = {
+    OctahedralQuantizer: lambda bits: (22 * (3 * bits + 1) / 64 + 16 / 64,) * 2,
+    LatticeQuantizer: lambda bits: ({2: 2.5, 3: 3.375}[bits] + 16 / 64,) * 2,
+    SpectralQuantizer: lambda bits: (bits, bits),  # planes of each head and width, nothing else
+    CoefficientQuantizer: lambda bits: (bits - 1, bits + 7 / 64),  # scales and shifts are counted in its bits
+}
+"""For `tests/codecs/test_every_method.py`."""

@@ -2,12 +2,12 @@
 
 import pytest
 import torch
-from kvq_zoo.block_float import BlockFloatQuantizer
-from kvq_zoo.octave import RmsLevelsQuantizer
 
 from kvq.codecs import unpack
 from kvq.methods.build import build_method
-from tests.codecs.test_engines import DIM, states
+from kvq_zoo.block_float import BlockFloatQuantizer
+from kvq_zoo.octave import RmsLevelsQuantizer
+from kvq_zoo.tests.test_engines import DIM, states
 
 
 def one_way(name, x, side="key"):

@@ -3,11 +3,11 @@
 import numpy as np
 import pytest
 import torch
-from kvq_zoo.balance import VarianceBalance
 
 from kvq.codecs import ChannelSplit, Codec, Passthrough, UniformQuantizer, Zero, unpack
 from kvq.methods.build import build_method
-from tests.codecs import rival_oracles as by
+from kvq_zoo.balance import VarianceBalance
+from kvq_zoo.tests import rival_oracles as by
 
 SIDES = ("key", "value")
 

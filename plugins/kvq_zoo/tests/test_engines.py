@@ -17,9 +17,9 @@ from kvq.codecs import (
 from kvq.errors import Unsupported
 from kvq.methods.build import build_method
 from kvq.models import LoadedModel
+from kvq_zoo.tests import engine_oracles as by
+from kvq_zoo.tests import engine_oracles_vllm as vllm
 from tests.calibrated import build
-from tests.codecs import engine_oracles as by
-from tests.codecs import engine_oracles_vllm as vllm
 from tests.presets import NAMES
 from tests.random_models import in_double_precision, llama, token_ids
 

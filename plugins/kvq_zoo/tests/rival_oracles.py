@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from tests.codecs.engine_oracles import clamp, half_even, half_up, nearest_levels
+from kvq_zoo.tests.engine_oracles import clamp, half_even, half_up, nearest_levels
 from tests.codecs.oracles import hadamard, stored
 
 Matrix = list[list[float]]
