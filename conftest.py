@@ -35,19 +35,19 @@ def _is_text(value: Any) -> bool:
 
 
 def _left_out() -> set[str]:
-    """Names of the methods of plugins that are not in use."""
+    """Names of the methods and tasks of plugins that are not in use."""
     from kvq.config.choices import choices_in
     from kvq.config.plugins import installed
 
     folders = [conf for conf in (ROOT / "plugins").glob("*/conf") if conf.parent.name not in installed()]
-    return {choice.name for folder in folders for choice in choices_in(folder) if choice.group == "method"}
+    return {choice.name for folder in folders for choice in choices_in(folder) if choice.group in ("method", "task")}
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m chooses
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """The one test that takes a minute begins first, so that no process waits for it at the end.
 
-    What KVQ_PLUGINS leaves out is skipped: cases of a plugin's methods, and tests marked `every_plugin`.
+    What KVQ_PLUGINS leaves out is skipped: cases of a plugin's methods and tasks, and tests marked `every_plugin`.
 
     Of a test marked `thin(n)` one case in n, chosen by its name, belongs to the quick half and the others to the long.
     """

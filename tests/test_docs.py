@@ -268,6 +268,7 @@ def test_no_rule_counts_standard_errors() -> None:
     assert found == []
 
 
+@pytest.mark.every_plugin
 @pytest.mark.parametrize("page", [page for page in PAGES if page.name != "changelog.md"], ids=lambda page: page.name)
 def test_commands_exist_and_compose(page: Path) -> None:
     """Runs have settings that compose, each value once; of other commands the module, name or target exists."""
@@ -311,6 +312,7 @@ def test_the_commands_for_an_8b_model_compose() -> None:
             assert "8B" in resolve(compose(list(job))).model.path
 
 
+@pytest.mark.every_plugin
 def test_the_commands_for_texts_compose() -> None:
     text = (ROOT / "docs" / "generate.md").read_text(encoding="utf-8")
     commands = re.findall(r"^    python run\.py (.*)$", text, re.M)
@@ -343,6 +345,7 @@ def test_the_site_builds_without_warnings(tmp_path: Path) -> None:
     assert "nsnquant" in (tmp_path / "site" / "methods" / "index.html").read_text(encoding="utf-8")
 
 
+@pytest.mark.every_plugin
 def test_lines_to_paste_are_those_of_the_presets() -> None:
     """docs/engines.md's commands are what `kvq recommend` prints for the same format."""
     rows = re.findall(r"^\| [^|]+ \| [^|]+ \| ([^|]+) \| [^|]+ \| [^|]+ \| `(engine/[\w/]+)", ENGINES.read_text(), re.M)

@@ -112,6 +112,7 @@ def test_formulas_of_what_the_calibration_decides(name, shape):
         assert tuple(packed.bits_per_element for packed in both) == pytest.approx(expected, abs=1e-12)
 
 
+@pytest.mark.every_plugin
 @pytest.mark.parametrize("shape", [shape for shape in SHAPES if shape[0] * shape[3] <= 320], ids=str)
 def test_formulas_of_groups_that_a_calibration_chooses(shape):
     heads, block, blocks, dim = shape

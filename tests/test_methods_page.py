@@ -29,6 +29,7 @@ def expanded(text):
     return names
 
 
+@pytest.mark.every_plugin
 def test_every_method_has_a_row():
     assert set(ROWS) == set(METHODS)
 
@@ -39,6 +40,7 @@ def test_every_preset_has_a_place(name):
     assert any(name in expanded(line) for line in lines)
 
 
+@pytest.mark.every_plugin
 def test_no_preset_is_made_up():
     table = PAGE.split("## Ablations and variants")[1]
     named = set().union(*(expanded(line.split("|")[1]) for line in table.splitlines() if line.startswith("| `")))

@@ -172,10 +172,12 @@ def test_first_tokens_in_a_window(monkeypatch):
         torch.testing.assert_close(found, oracle.attend(query, *whole, 0.1, first))
 
 
-@pytest.mark.parametrize("name", ["llamacpp_q4_1", "vllm_fp8", "sglang_fp4", "vllm_turboquant_3bit_nc"])
+@pytest.mark.parametrize(
+    "name", [f"engine/{one}" for one in ("llamacpp_q4_1", "vllm_fp8", "sglang_fp4", "vllm_turboquant_3bit_nc")]
+)
 def test_engines_keep_nothing_in_full_precision(name, monkeypatch):
     model = exact(llama(), monkeypatch)
-    chosen, tokens = kvq.build_method(f"engine/{name}"), token_ids(35)
+    chosen, tokens = kvq.build_method(name), token_ids(35)
     dense, held = steps(model, chosen, tokens)
     packed, other = steps(model, chosen, tokens, attention="packed")
     assert held.nbytes == other.nbytes == other.packed_bytes

@@ -214,6 +214,6 @@ def test_caches_that_were_filled_apart_go_on_together(
         assert together.nbytes == sum(cache.nbytes for cache in caches), chosen
         assert together.fork().sequence(1).nbytes == caches[1].nbytes
         done += 1
-    assert done > 8
+    assert done >= len(methods) // 3
     with pytest.raises(Unsupported, match=r"^KVCache\.together: a padded batch; go on with each by itself$"):
         KVCache.together([together])

@@ -110,6 +110,7 @@ def test_a_table_that_is_not_one(tmp_path: Path, table: str, said: str) -> None:
         list(choices_in(folder))
 
 
+@pytest.mark.every_plugin
 def test_no_name_is_twice_and_every_table_has_rows() -> None:
     names = [(choice.group, choice.name) for choice in plugins.all_choices()]
     assert len(set(names)) == len(names) > 450
@@ -165,6 +166,7 @@ def test_a_value_is_no_earlier_name() -> None:
     assert with_names(now, earlier_names()) == part
 
 
+@pytest.mark.every_plugin
 def test_earlier_names_of_presets_as_calls() -> None:
     assert methods.Kitty(bits=2, value={"halves": "up"}) == methods.Kitty(bits=2, value={"rounding": "up"})
     given = [

@@ -177,6 +177,7 @@ def install(site: Path, name: str, code: str = PLUGIN, method: str = "counted") 
         cached.cache_clear()
 
 
+@pytest.mark.every_plugin
 def test_an_installed_package_brings_a_task_a_method_and_a_command(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -196,6 +197,7 @@ def test_an_installed_package_brings_a_task_a_method_and_a_command(
     assert said(["method=counted"], tmp_path).startswith("method=counted: unknown method")
 
 
+@pytest.mark.every_plugin
 def test_a_plugin_that_cannot_be_imported_is_one_line_and_the_run_goes_on(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -208,6 +210,7 @@ def test_a_plugin_that_cannot_be_imported_is_one_line_and_the_run_goes_on(
     plugins._failures.clear()
 
 
+@pytest.mark.every_plugin
 @pytest.mark.parametrize(("method", "what"), [("counted", "command count|task counting"), ("kivi", "method=kivi")])
 def test_one_name_of_two_plugins_is_refused_with_both(tmp_path: Path, method: str, what: str) -> None:
     site = tmp_path / "site"

@@ -119,6 +119,7 @@ def settings_of(*chosen: str) -> list[str]:
     return leaves(OmegaConf.to_container(compose(chosen), resolve=False))
 
 
+@pytest.mark.every_plugin
 @pytest.mark.parametrize(("seed", "count"), pieces(full=1000, quick=15, most=125))
 def test_wild_values_of_settings(tmp_path: Path, capsys: pytest.CaptureFixture[str], seed: int, count: int) -> None:
     rng = random.Random(seed)

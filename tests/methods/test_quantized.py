@@ -147,6 +147,7 @@ def of_conf(name: str, overrides: list[str]) -> MethodConfig:
     return resolve(compose([f"method={name}", *overrides])).method
 
 
+@pytest.mark.every_plugin
 def test_calls_are_the_files_of_conf() -> None:
     """The stub is what conf/ says today; every setting of a call is one that an override can name."""
     assert Path(presets.__file__).with_name("__init__.pyi").read_text(encoding="utf-8") == presets.stub()

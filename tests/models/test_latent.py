@@ -144,6 +144,7 @@ def test_models_and_uses_that_have_no_expanded_form_are_refused(tmp_path: Path) 
         KVCache(other, kivi())
 
 
+@pytest.mark.every_plugin
 def test_formats_of_a_latent_are_refused_where_none_is_cached(tmp_path: Path) -> None:
     """vLLM's ds_mla formats: of no use to a plain llama, nor to keys and values that a latent expands to."""
     family("deepseek_v2").model.config.save_pretrained(tmp_path / "latent")

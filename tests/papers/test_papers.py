@@ -90,6 +90,7 @@ def test_the_page_of_disagreements_quotes_what_is_published() -> None:
     assert scipy.stats.fisher_exact([[25, 5], [29, 1]]).pvalue == pytest.approx(0.1945, abs=5e-5)
 
 
+@pytest.mark.every_plugin
 def test_what_the_review_asks_for_is_there() -> None:
     ours = {f"embedded/{name}" for name in ("decoding", "engines", "extensions", "methods", "nsnquant_steps")}
     ours |= {f"embedded/{name}" for name in ("agreement", "agreement_mlx", "reuse", "round_weights", "trajectory")}
@@ -184,6 +185,7 @@ def _words_on_the_real_model(name: str) -> set[str]:
     return {word for job in jobs_of(cells_of(layout), given, stand_in_of(layout, given[0][6:]) or {}) for word in job}
 
 
+@pytest.mark.every_plugin
 def test_experiments_of_embedded_models_need_no_stand_ins(experiments: list[Experiment]) -> None:
     own = {each.name: each for each in experiments if each.paper == "embedded"}
     assert {name.partition("/")[0] for name in own} == {"embedded"}

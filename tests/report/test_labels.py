@@ -142,6 +142,7 @@ def test_an_ablation_is_not_joined_with_the_method(tmp_path: Path) -> None:
     assert names == {"oscar 3", "oscar − key.hadamard 2"}
 
 
+@pytest.mark.every_plugin
 def test_variants_are_no_methods() -> None:
     assert not is_variant(run("method=kvquant"))
     assert is_variant(run("method=kvquant/pysource"))

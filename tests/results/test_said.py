@@ -61,6 +61,7 @@ def test_the_words_are_those_of_the_day_of_measuring(records: list[Record]) -> N
     assert label(changed) == f"{record.method} + x"
 
 
+@pytest.mark.every_plugin
 def test_a_record_of_an_earlier_version_has_words_all_the_same(records: list[Record]) -> None:
     for record in records[::40]:
         before = record.model_copy(update={"from_presets": None, "label": None, "command": None})

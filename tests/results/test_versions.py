@@ -118,6 +118,7 @@ def test_a_part_of_the_package_without_a_version_is_refused(monkeypatch: pytest.
         versions_of(settings(key={"_target_": "kvq.codecs.Zero"}))
 
 
+@pytest.mark.every_plugin
 def test_committed_records_say_what_made_them() -> None:
     """Versions of a committed record are those of its settings today, and none has been raised."""
     records, broken = Store(RESULTS).scan()

@@ -60,6 +60,7 @@ def test_the_frontier_is_over_the_bits_of_its_axis(store: Store) -> None:
     assert list(measured[measured["variant"]]["method"]) == ["engine/llamacpp_mine/unrotated"]
 
 
+@pytest.mark.every_plugin
 def test_engines_have_marks_of_their_own_and_the_legend_names_them(store: Store) -> None:
     numbers = engines_table(table_of(store))
     assert numbers is not None
@@ -92,6 +93,7 @@ def test_a_table_of_engines_has_the_figure_and_another_has_not(store: Store, tmp
     }
 
 
+@pytest.mark.every_plugin
 def test_every_engine_is_known_and_has_one_colour_that_no_method_has() -> None:
     names = [name for name in NAMES if name.startswith("engine/")]
     assert len(names) > 40
