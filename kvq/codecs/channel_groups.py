@@ -113,7 +113,11 @@ class ChannelSplit(TwoChannelGroups):
         self.criterion, self.stored = choice(Criterion, criterion, "criterion"), choice(Choice, stored, "stored")
         if self.stored is Choice.byte and outliers > _BYTE:
             raise ConfigError(f"outliers={outliers}: at most {_BYTE} with stored=byte")
-        self.bits = low.quantizer.bits if hasattr(low.quantizer, "bits") else None
+
+    @property
+    def bits(self) -> float | None:
+        """Of the codec of the other channels."""
+        return getattr(self.low.quantizer, "bits", None)
 
     def count(self, head_dim: int) -> int:
         return self.outliers

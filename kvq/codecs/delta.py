@@ -50,7 +50,11 @@ class DeltaQuantizer(Quantizer):
             group = codec.token_group or "a block's"
             raise Unsupported(f"codec: {group} tokens share statistics; a delta is encoded before the next is known")
         self.codec, self.anchor_every, self.anchor_threshold = codec, anchor_every, anchor_threshold
-        self.bits = getattr(codec.quantizer, "bits", None)
+
+    @property
+    def bits(self) -> float | None:
+        """Of a difference."""
+        return getattr(self.codec.quantizer, "bits", None)
 
     @property
     def variable_rows(self) -> bool:  # type: ignore[override]

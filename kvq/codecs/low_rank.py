@@ -77,7 +77,11 @@ class LowRankCorrection(Calibrated, Quantizer):
         check_seed("seed", seed)
         self.base, self.rank, self.svd = base, rank, choice(Svd, svd, "svd")
         self.oversample, self.iterations, self.seed = oversample, iterations, seed
-        self.bits = base.quantizer.bits if hasattr(base.quantizer, "bits") else None
+
+    @property
+    def bits(self) -> float | None:
+        """Of the base."""
+        return getattr(self.base.quantizer, "bits", None)
 
     @property
     def indices(self) -> dict[str, int]:
@@ -211,7 +215,11 @@ class SparseLowRank(Quantizer):
         at_least("iterations", iterations, 1)
         self.backbone, self.sparsity, self.iterations, self.seed = backbone, sparsity, iterations, seed
         self.rank, self.buffer_rank, self.buffer = rank, buffer_rank, buffer
-        self.bits = backbone.bits
+
+    @property
+    def bits(self) -> int:
+        """Of the backbone."""
+        return self.backbone.bits
 
     @property
     def indices(self) -> dict[str, int]:

@@ -98,10 +98,19 @@ class Quantizer(abc.ABC):
         return {}
 
     def with_more_bits(self, extra: int, most: int) -> Quantizer:
-        """This quantizer with `extra` bits more, but not above `most`. Raises: Unsupported: it has no such setting."""
-        raise Unsupported(
-            f"{type(self).__name__}: has no bits to add; a Uniform, LloydMax or InnerProductQuantizer has"
-        )
+        """This quantizer with `extra` bits more, but not above `most`, in each codec that it holds.
+
+        Raises:
+            Unsupported: it has no such setting, and holds no codec.
+        """
+        inner = {name: part for name, part in vars(self).items() if hasattr(part, "with_more_bits")}
+        if not inner:
+            raise Unsupported(
+                f"{type(self).__name__}: has no bits to add; a Uniform, LloydMax or InnerProductQuantizer has"
+            )
+        other = copy.copy(self)
+        vars(other).update((name, part.with_more_bits(extra, most)) for name, part in inner.items())
+        return other
 
     def check(self, head_dim: int) -> None:  # noqa: B027 - most quantizers work on any head dim
         """Raise `Unsupported` when the quantizer cannot work on `head_dim` channels."""

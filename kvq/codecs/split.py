@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Iterator, Mapping, Sequence
 from typing import ClassVar
 
@@ -35,6 +36,11 @@ class Split(Quantizer):
         for codec in codecs.values():
             check_nested(codec, "split")
         self.codecs = dict(codecs)
+
+    def with_more_bits(self, extra: int, most: int) -> Quantizer:
+        other = copy.copy(self)
+        other.codecs = {name: codec.with_more_bits(extra, most) for name, codec in self.codecs.items()}
+        return other
 
     def check(self, head_dim: int) -> None:
         """Raises: Unsupported: a codec that cannot work on the head dim."""
@@ -85,7 +91,16 @@ class TwoWaySplit(Split):
 
     def __init__(self, high: Codec, low: Codec) -> None:
         super().__init__({"high": high, "low": low})
-        self.high, self.low = high, low
+
+    @property
+    def high(self) -> Codec:
+        """The codec of the places in the mask."""
+        return self.codecs["high"]
+
+    @property
+    def low(self) -> Codec:
+        """The codec of the others."""
+        return self.codecs["low"]
 
     def _encode_mask(self, x: Tensor, mask: Shaped[Tensor, ...], count: int, dtype: torch.dtype) -> Parts:
         """Parts of both codecs, for states of `dtype`. `mask`: 1 at `count` places along `axis`."""
@@ -130,10 +145,14 @@ class TokenSplit(TwoWaySplit):
         require(0 <= share <= 1, "share", share, "of the tokens, 0 to 1")
         super().__init__(high, low)
         self.share, self.per_head = share, per_head
-        more, fewer = (getattr(codec.quantizer, "bits", None) for codec in (high, low))
-        self.bits = None if more is None or fewer is None else share * more + (1 - share) * fewer
         self.mask: Bool[Tensor, "*lead masks tokens"] | None = None
         """The salient tokens of the blocks that are being encoded, from a policy; None: there is none."""
+
+    @property
+    def bits(self) -> float | None:
+        """The mean of both codecs' bits over tokens; None: one of them has none."""
+        more, fewer = (getattr(codec.quantizer, "bits", None) for codec in (self.high, self.low))
+        return None if more is None or fewer is None else self.share * more + (1 - self.share) * fewer
 
     def count(self, tokens: int) -> int:
         """Salient tokens of a block."""

@@ -8,6 +8,7 @@ import torch
 import kvq
 from kvq.errors import ConfigError, Unsupported
 from kvq.methods.merged import GqaCompensation
+from tests.calibrated import build, random_states, sides
 from tests.random_models import llama, token_ids
 
 
@@ -33,6 +34,35 @@ def test_measured_bits_hold_them(name, bits):
             model(input_ids=token_ids(64), past_key_values=cache)
     assert on.bits_per_element - off.bits_per_element == min(bits + 1, 8) - bits
     assert on.bits_per_element > bits
+
+
+@pytest.mark.parametrize(
+    ("name", "bits"),
+    [
+        ("kvquant_plus_plus/outliers", 2),
+        *((f"kvquant_plus_plus/{name}", 2) for name in ("outliers_low_rank", "low_rank", "delta", "huffman")),
+        ("kvquant_plus_plus/delta_outliers", 3),
+        ("gear", 2),
+        ("turboquant/outliers", 2),
+    ],
+)
+def test_codecs_inside_of_codecs_get_them(name, bits):
+    """A codec with a bit more is that which is built with it, to the stored byte."""
+    x = random_states(2, 64, 32)
+    for side, codec in sides(build(name, x, bits)).items():
+        more, expected = codec.with_more_bits(1, 8), getattr(build(name, x, bits + 1), side)
+        stored, wanted = more.encode(x, 32), expected.encode(x, 32)
+        assert stored.parts.keys() == wanted.parts.keys()
+        assert all(torch.equal(part, wanted.parts[key]) for key, part in stored.parts.items())
+        assert torch.equal(more.decode(stored), expected.decode(wanted))
+        assert getattr(more.quantizer, "bits", None) == getattr(expected.quantizer, "bits", None)
+
+
+@pytest.mark.parametrize(("bits", "high", "low"), [(1, 3, 2), (2, 4, 2), (3, 5, 3)])
+def test_outlier_channels_and_others_get_as_many(bits, high, low):
+    """The text adds them to both widths, which are min(b + 1, 4) and max(b - 1, 1) without them."""
+    quantizer = build("kvquant_plus_plus/outliers", random_states(2, 64, 32), bits).key.with_more_bits(1, 8).quantizer
+    assert (quantizer.high.quantizer.bits, quantizer.low.quantizer.bits) == (high, low)
 
 
 @pytest.mark.parametrize(
