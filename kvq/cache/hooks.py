@@ -173,21 +173,14 @@ def attentions(model: nn.Module) -> list[nn.Module]:
 
     Those with a convolution are left out: they keep a state (Zamba 2).
     """
-    found = [
+    candidates = [
         module
         for module in model.modules()
-        if _number_of(module) is not None and _takes_cache(type(module)) and not _convolves(module)
+        if _number_of(module) is not None
+        and _takes_cache(type(module))
+        and not any(isinstance(part, nn.Conv1d) for part in module.modules())
     ]
-    outer = {other for module in found for other in found if other is not module and _within(module, other)}
-    return [module for module in found if module not in outer]
-
-
-def _convolves(module: nn.Module) -> bool:
-    return any(isinstance(part, nn.Conv1d) for part in module.modules())
-
-
-def _within(module: nn.Module, other: nn.Module) -> bool:
-    return any(part is module for part in other.modules())
+    return [module for module in candidates if not set(candidates) & {*module.modules()} - {module}]
 
 
 @functools.cache

@@ -60,16 +60,13 @@ def with_names(settings: Any, names: Mapping[str, str]) -> Any:
 
 
 def with_current_names(overrides: Sequence[str]) -> list[str]:
-    """Overrides, in which settings with names of earlier versions have their current ones."""
-    return [_with_current_name(word) for word in overrides]
-
-
-def _with_current_name(word: str) -> str:
-    found = _RENAMED_PATH.match(word)
-    if found is None:
-        return word
-    before, _, earlier = found["path"].rpartition(".")
-    return f"{before}.{RENAMED[earlier]}{word[found.end() :]}"
+    """Replace the names of settings of earlier versions by the current ones."""
+    words = list(overrides)
+    for index, word in enumerate(words):
+        if (match := _RENAMED_PATH.match(word)) is not None:
+            before, _, earlier = match["path"].rpartition(".")
+            words[index] = f"{before}.{RENAMED[earlier]}{word[match.end() :]}"
+    return words
 
 
 @dataclass(frozen=True)

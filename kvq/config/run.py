@@ -152,10 +152,6 @@ LOAD_IN = ("4bit", "8bit", "gptq", "awq")
 """Forms of quantized weights."""
 
 
-def _is_size(given: Any) -> bool:
-    return re.fullmatch(r"\d+(\.\d+)?([KMG]i?B)?", str(given)) is not None
-
-
 @dataclass
 class ModelConfig:
     """A model: `path` is a hub id, a local folder, or `embedded:tiny`. `context` in tokens, None = the model's own.
@@ -208,8 +204,8 @@ class ModelConfig:
     def _check_memory(self) -> None:
         if (given := self.max_memory) is None:
             return
-        named = isinstance(given, Mapping) and given
-        if not named or not all(re.fullmatch(r"\d+|cpu", str(one)) and _is_size(size) for one, size in given.items()):
+        pairs = [f"{device}: {size}" for device, size in given.items()] if isinstance(given, Mapping) else []
+        if not pairs or not all(re.fullmatch(r"(\d+|cpu): \d+(\.\d+)?([KMG]i?B)?", pair) for pair in pairs):
             raise ConfigError(f"model.max_memory={given}: sizes by device, such as {{0: 20GiB, cpu: 60GiB}}")
         if self.device_map is None:
             raise ConfigError("model.max_memory: bounds model.device_map, which is null; use model.device_map=auto")

@@ -23,6 +23,7 @@ from kvq.config.limits import (
     Seed,
     Several,
     Share,
+    Text,
     among,
     between,
     check_limits,
@@ -30,7 +31,6 @@ from kvq.config.limits import (
     each_once,
 )
 from kvq.config.task import Prefill, ReadingConfig, TaskConfig
-from kvq.config.writing import SCHEMAS as WRITING
 from kvq.errors import MAX_DIGITS, ConfigError, at_least, check_path
 
 BENCHMARKS = ("ocrbench", "mmau_pro")
@@ -260,13 +260,40 @@ class MultimodalConfig(ItemsConfig):
     noise_floor: bool = False
 
 
+@dataclass
+class GenerateConfig(ReadingConfig):
+    """A prompt that full precision and each method continue greedily.
+
+    Attributes:
+        prompt: the text; None: that of `prompt_file`, or the one that suits the embedded models.
+        prompt_file: a file with the text, in UTF-8.
+        max_new_tokens: longest continuation; it ends earlier at the model's end of text.
+        ngram: tokens of the n-grams whose repetitions are counted.
+        chat_template: whether the prompt is a user's message in the tokenizer's chat template.
+    """
+
+    name: str = "generate"
+    version: ClassVar[int] = 1
+    later: ClassVar[tuple[str, ...]] = ("prompt", "chat_template")
+    prompt: Text | None = None
+    prompt_file: Text | None = None
+    max_new_tokens: Count = 128
+    ngram: Count = 4
+    chat_template: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.prompt is not None and self.prompt_file is not None:
+            raise ConfigError(f"task.prompt_file={self.prompt_file}: or task.prompt, not both")
+
+
 SCHEMAS: dict[str, type[TaskConfig]] = {
     "ppl": PplConfig,
     "niah": NiahConfig,
     "longbench": LongbenchConfig,
     "lm_eval": LmEvalConfig,
     "multimodal": MultimodalConfig,
-    **WRITING,
+    "generate": GenerateConfig,
     **DIAGNOSTICS,
     **SPEED,
 }

@@ -30,7 +30,12 @@ def read_rows(config: DatasetConfig) -> tuple[str, ...]:
     one of these kinds, read in the order of their names, or a folder that `datasets` wrote with `save_to_disk`. A plain
     text file is one row.
     """
-    return _hub_rows(config) if config.path is None else _local_rows(config, config.path)[: config.rows]
+    if config.path is not None:
+        return _local_rows(config, config.path)[: config.rows]
+    local = "a local copy (jsonl, parquet, text or a saved dataset)"
+    given = {"data_files": config.data_files, "split": config.split or "test", "first": config.rows}
+    rows = hub.load_rows(f"dataset={config.name}", local, config.hub_id, config.hub_config, **given)
+    return _column(rows, config.text_field, str(config.hub_id))
 
 
 def _local_rows(config: DatasetConfig, given: str) -> tuple[str, ...]:
@@ -77,13 +82,6 @@ def _files(folder: Path) -> list[Path]:
             "folder of one kind, or a saved dataset"
         )
     return files
-
-
-def _hub_rows(config: DatasetConfig) -> tuple[str, ...]:
-    local = "a local copy (jsonl, parquet, text or a saved dataset)"
-    given = {"data_files": config.data_files, "split": config.split or "test", "first": config.rows}
-    rows = hub.load_rows(f"dataset={config.name}", local, config.hub_id, config.hub_config, **given)
-    return _column(rows, config.text_field, str(config.hub_id))
 
 
 def _saved_rows(path: Path, config: DatasetConfig) -> tuple[str, ...]:

@@ -20,7 +20,7 @@ from kvq.config import Config, MethodConfig, plugins
 from kvq.config.bits import Bits, at_heads, check_range, mean_width, parse_bits
 from kvq.config.explain import composed
 from kvq.config.identity import canonical_method
-from kvq.config.residual import Residual, ResidualConfig, effective_residual
+from kvq.config.residual import ResidualConfig, effective_residual
 from kvq.config.run import Mla
 from kvq.errors import ConfigError, KvqError, Unsupported, did_you_mean
 from kvq.methods.eviction import Eviction
@@ -110,12 +110,20 @@ def instantiate_method(method: MethodConfig, residual: ResidualConfig, bits: Any
     effective = effective_residual(method.residual, residual)
     if method.backend is not None and given is not None:
         check_backend(method.name, method.backend, given, effective)
-    _check_token_groups(method.name, codecs, effective)
+    for side, codec in codecs.items():
+        if codec is not None and getattr(effective, side).keeps_nothing and codec.token_group != 1:
+            raise Unsupported(
+                f"residual.size=0 under sliding ({side}s): tokens of {method.name} share statistics; "
+                "a size of at least 1"
+            )
+    of_stages = [stage.policy for codec in codecs.values() if codec is not None for _, stage in codec.stages]
+    texts = tuple(method.kept_keys.texts)
+    kept_keys = KeptKeys(texts, tuple(method.kept_keys.layers)) if texts and codecs["key"] is not None else None
     policies = (
         *(_part(method.name, f"method.{kind.setting}", getattr(method, kind.setting), kind) for kind in _KINDS),
         *(_part(method.name, f"method.policies.{name}", one, Policy) for name, one in method.policies.items()),
-        *_policies_of(codecs),
-        *(_kept_keys(method, codecs["key"]), _first_layers(method, head_dim), _gqa(method, codecs), merged),
+        *{policy.setting: policy for policy in of_stages if policy is not None}.values(),
+        *(kept_keys, _first_layers(method, head_dim), _gqa(method, codecs), merged),
     )
     built = Method(
         method.name,
@@ -137,12 +145,6 @@ def instantiate_method(method: MethodConfig, residual: ResidualConfig, bits: Any
     if method.calibration.dataset is not None and not built.is_calibrated:
         raise ConfigError(f"method.calibration.dataset={method.calibration.dataset}: {method.name} calibrates nothing")
     return built
-
-
-def _policies_of(codecs: Mapping[str, Codec | None]) -> list[Policy]:
-    """The policies that stages of the codecs bring, each setting once."""
-    stages = [stage for codec in codecs.values() if codec is not None for _, stage in codec.stages]
-    return list({one.setting: one for stage in stages if (one := stage.policy) is not None}.values())
 
 
 def _by_layer(method: MethodConfig, residual: ResidualConfig, bits: Any, head_dim: int) -> tuple[Method, ...]:
@@ -192,16 +194,8 @@ def _of_heads(built: Mapping[str, Method], key: Any, value: Any) -> Method:
     return replace(whole, bits=Bits(mean_width(key), mean_width(value)), **own)
 
 
-def _check_token_groups(name: str, codecs: Mapping[str, Codec | None], residual: Residual) -> None:
-    for side, codec in codecs.items():
-        if codec is not None and getattr(residual, side).keeps_nothing and codec.token_group != 1:
-            raise Unsupported(
-                f"residual.size=0 under sliding ({side}s): tokens of {name} share statistics; a size of at least 1"
-            )
-
-
 def _merged(method: MethodConfig, codecs: dict[str, Codec | None]) -> MergedRotation | None:
-    """What rotates values or keys in the weights, if anything does; their `codecs` lose the rotation then."""
+    """Build the MergedRotation that `merge_rotation` asks for and remove that stage from the codecs."""
     asked = {"value": method.merge_rotation, "key": method.merge_key_rotation}
     left, merged = merged_rotation(method.name, codecs, asked)
     codecs.update(left)
@@ -220,13 +214,6 @@ def _gqa(method: MethodConfig, codecs: Mapping[str, Codec | None]) -> GqaCompens
         except Unsupported as error:
             raise Unsupported(f"method.gqa_compensation of {method.name}: {side}: {error}") from error
     return found
-
-
-def _kept_keys(method: MethodConfig, key: Codec | None) -> KeptKeys | None:
-    texts, layers = method.kept_keys.texts, method.kept_keys.layers
-    if not texts or key is None:
-        return None
-    return KeptKeys(tuple(texts), tuple(layers))
 
 
 def _first_layers(method: MethodConfig, head_dim: int) -> FirstLayers | None:

@@ -109,12 +109,9 @@ class Maker:
 @functools.cache
 def names() -> dict[str, str]:
     """File of each method -> name of its call: the label where it is the file's name but for letters' case."""
-    return {name: _called(name, str(_file(name).get("label"))) for name in choices()["method"] if "/" not in name}
-
-
-def _called(name: str, label: str) -> str:
-    word = re.sub(r"\W", "", label)
-    return word if word.lower() == name.replace("_", "") else name
+    methods = [name for name in choices()["method"] if "/" not in name]
+    words = {name: re.sub(r"\W", "", str(_file(name).get("label"))) for name in methods}
+    return {name: word if word.lower() == name.replace("_", "") else name for name, word in words.items()}
 
 
 def maker(called: str) -> Maker:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from kvq.config.writing import GenerateConfig
+from kvq.config.tasks import GenerateConfig
 from kvq.data.rows import read_text
 from kvq.data.text import begun, conversation, encode
 from kvq.errors import DataError, reason_of

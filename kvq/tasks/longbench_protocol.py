@@ -67,8 +67,9 @@ class Subset:
         for field in ("context", "input"):
             if not isinstance(row.get(field), str | None):
                 return f"{field} is {type(row[field]).__name__}; text is read"
-        if not _is_count(row.get("length")):
-            return f"length={row['length']!r:.40}: a number of words"
+        length = row.get("length", 0)
+        if length is not None and (type(length) is not int or length < 0):
+            return f"length={length!r:.40}: a number of words"
         if self.base in _CLASSES and not _texts(classes):
             return f"all_classes is {type(classes).__name__}; a list of texts is read"
         if self.base in _NUMBERED and any(not re.search(_NUMBERED[self.base], answer) for answer in answers or []):
@@ -171,7 +172,3 @@ def code_similarity(text: str, reference: str, **_: Any) -> float:
 
 def _texts(given: Any) -> bool:
     return isinstance(given, list) and all(isinstance(text, str) for text in given)
-
-
-def _is_count(given: Any) -> bool:
-    return given is None or (isinstance(given, int) and not isinstance(given, bool) and given >= 0)
