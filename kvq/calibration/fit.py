@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from kvq.calibration import files
-from kvq.calibration.budget import joint_parts
+from kvq.calibration.budget import FEW, fit_components, joint_parts
 from kvq.calibration.collect import (
     Kept,
     LayerStates,
@@ -27,7 +27,6 @@ from kvq.calibration.collect import (
     made_once,
     text_name,
 )
-from kvq.calibration.components import fit_components
 from kvq.calibration.files import Calibration, bind
 from kvq.calibration.text import text_of
 from kvq.codecs import Codec, LearnedRotation, SharingQuantizer, Tables, calibrated_parts, cayley_step, fit_codec
@@ -186,10 +185,6 @@ def _fit_at_once(
             {place: codec for place, codec in codecs.items() if type(codec.quantizer) is kind}, states, positions
         )
     return _named(found)
-
-
-FEW = 4
-"""Observed numbers per fitted one, below which a method may lose far more on other texts."""
 
 
 def _check_tokens(tables: Mapping[str, Tensor], states: Mapping[int, LayerStates], windows: Tensor) -> None:

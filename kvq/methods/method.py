@@ -24,8 +24,7 @@ from kvq.errors import ConfigError, Unsupported
 from kvq.kernels import linear_chain_of
 from kvq.methods.kept_keys import numbered, packed_side_of, side_of
 from kvq.methods.merged import MergedRotation
-from kvq.methods.policies import Capability, Policy, check_needs, check_pairs
-from kvq.methods.traits import traits_of
+from kvq.methods.policies import Capability, Policy, check_needs, check_pairs, traits_of
 from kvq.methods.transformers_caches import TransformersLayer
 from kvq.models.layers import KvLayer
 from kvq.results.tensor_files import digest

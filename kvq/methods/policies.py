@@ -7,14 +7,17 @@ is checked against all that exist by the two sets that it states.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import Any, Final, Literal
 
 from kvq.cache.layer import KVCacheLayer
 from kvq.cache.side import CacheSide
 from kvq.codecs import Codec
+from kvq.config.residual import Policy as ResidualPolicy
 from kvq.config.residual import Residual
 from kvq.errors import Unsupported
+from kvq.kernels import joint_of
 
 Capability = Literal[
     "codecs_alone",
@@ -138,3 +141,57 @@ def check_pairs(name: str, policies: Iterable[Policy]) -> None:
     for policy in found:
         others = [other for other in found if other is not policy]
         check_needs(name, others, f"method={name} ({policy.setting})", *sorted(policy.needs))
+
+
+@dataclass(frozen=True)
+class Trait(Policy):
+    """What a codec, the residual or a plain setting excludes and needs. Attributes: as `Policy`."""
+
+    setting: str
+    does: str
+    excludes: Capabilities
+    needs: Capabilities = frozenset()
+
+
+_TABLES: Capabilities = frozenset({"uncalibrated", "two_codecs", "expanded_latent"})
+_BACKEND = Trait(
+    "backend",
+    "quantizes anew what it decoded (decode mode)",
+    CHOOSES_TOKENS | {"two_codecs", "all_at_once", "prompt_at_once", "quantized_prefill", "sides_apart"},
+)
+_BY_LAYER = Trait("bits_by_layer", "gives layers bits of their own", frozenset({"one_width", "two_codecs"}))
+_WHOLE_LAYERS = Trait("full_precision_layers", "keeps layers in full precision", frozenset({"all_layers"}))
+_CALIBRATED = Trait("calibration", "fits tables to states", _TABLES)
+_FITTED_FIRST = Trait("a codec", "fits tables to the first tokens", frozenset({"all_at_once"}))
+_BY_POSITION = Trait("a codec", "undoes rotary embeddings", frozenset({"any_position", "expanded_latent"}))
+_SINKS = Trait("sink_tokens", "keeps the first tokens in full precision", frozenset({"all_tokens", "own_tokens"}))
+_AT_ONCE = Trait("residual=none", "quantizes all tokens at once", frozenset({"no_prompt", "chunked_prompt"}))
+_SIDES_DIFFER = Trait("residual or bits", "differ for keys and values", frozenset({"sides_alike"}))
+_JOINS_SIDES = Trait(
+    "value",
+    "is stored with the keys",
+    frozenset({"codecs_alone", "two_codecs", "expanded_latent", "sides_apart"}),
+    frozenset({"codecs_alone", "same_stages", "one_width", "all_layers", "sides_alike"}),
+)
+
+
+def traits_of(method: Any) -> Iterator[Policy]:
+    """The traits of a `kvq.methods.method.Method`."""
+    codecs = {side: codec for side in ("key", "value") if (codec := getattr(method, side)) is not None}
+    bits, kept = method.bits, method.residual
+    joined = _JOINS_SIDES
+    if method.joins_sides and (method.key is None or joint_of(method.key) is None):
+        joined = replace(joined, excludes=joined.excludes | {"packed_attention"})
+    holds = {
+        _BACKEND: method.backend is not None,
+        _BY_LAYER: bool(method.by_layer),
+        _WHOLE_LAYERS: any(method.full_precision_layers.values()),
+        _SINKS: method.sink_tokens > 0,
+        joined: method.joins_sides,
+        _CALIBRATED: method.is_calibrated,
+        _FITTED_FIRST: method.fits_first_tokens,
+        _BY_POSITION: any(codec.uses_rope for codec in codecs.values()),
+        _AT_ONCE: any(getattr(kept, side).policy is ResidualPolicy.none for side in codecs),
+        _SIDES_DIFFER: kept.key != kept.value or (bits is not None and bits.key != bits.value),
+    }
+    return (trait for trait, here in holds.items() if here)
