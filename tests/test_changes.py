@@ -217,7 +217,6 @@ def changed(copy: Path) -> set[str]:
     }
 
 
-@pytest.mark.slow
 @pytest.mark.long
 @pytest.mark.parametrize("name", CHANGES)
 def test_a_change_touches_few_files(name: str, tmp_path: Path) -> None:

@@ -123,8 +123,9 @@ def key_of(record: Record) -> str:
     """The key of a run with the record's names, task settings and fingerprints; residuals are the presets'."""
     names = {group: getattr(record, group) for group in ("model", "task", "dataset", "method")}
     names["task"] = "engine" if "engine" in record.config["task"] else record.task  # a variant of task=ppl
-    given = [f"{group}={name}" for group, name in names.items()]
-    by_layer = record.config["method"].get("bits_by_layer", {})
+    given = list(map("=".join, names.items()))
+    asked = record.config["method"]
+    by_layer = asked.get("bits_by_layer", {})
     given += [f"method.bits_by_layer.{side}={own}" for side, own in by_layer.items()]
     given += ["bits=2"] if by_layer else [f"bits={record.bits}"] if record.bits else []
     task = [leaf for leaf in flatten(record.config["task"], "task") if leaf[0] not in APART and leaf[1] != "null"]
@@ -132,11 +133,11 @@ def key_of(record: Record) -> str:
     given += [f"cache.attention={record.config['attention']}"] if "attention" in record.config else []
     given += own_calibration(record) + own_tables(record)
     given += own_words(record)
-    given += ["method.merge_rotation=true"] * bool(record.config["method"].get("merge_rotation"))
+    given += [f"method.{name}=true" for name in ("merge_rotation", "gqa_compensation") if asked.get(name)]
     if rounded := record.config["model"].get("round_weights"):
         given.append(f"model.round_weights={rounded}")
     config = resolve(compose(given))
-    calibration = record.config["method"].get("calibration") or {}
+    calibration = asked.get("calibration") or {}
     fingerprints = [record.config[group]["fingerprint"] for group in ("model", "dataset")]
     settings = canonical(config, *fingerprints, calibration.get("fingerprint"))
     if file := record.config["task"].get("engine", {}).get("file"):
