@@ -30,10 +30,6 @@ hypothesis.settings.register_profile("ci", deadline=None, derandomize=True, max_
 hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "local")
 
 
-def _is_text(value: Any) -> bool:
-    return isinstance(value, str)
-
-
 def _left_out() -> set[str]:
     """Names of the methods and tasks of plugins that are not in use."""
     from kvq.config.choices import choices_in
@@ -55,7 +51,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     out = _left_out()
     for item in items:
         params = getattr(getattr(item, "callspec", None), "params", {}).values()
-        if out and (item.get_closest_marker("every_plugin") or out.intersection(filter(_is_text, params))):
+        cases = {value for value in params if isinstance(value, str)}
+        if out and (item.get_closest_marker("every_plugin") or out & cases):
             item.add_marker(pytest.mark.skip(reason="of a plugin that KVQ_PLUGINS leaves out"))
         mark = item.get_closest_marker("thin")
         if mark is not None and zlib.crc32(item.name.encode()) % mark.args[0]:

@@ -173,14 +173,14 @@ def attentions(model: nn.Module) -> list[nn.Module]:
 
     Those with a convolution are left out: they keep a state (Zamba 2).
     """
-    candidates = [
-        module
+    candidates = {
+        module: None  # in the order of the model
         for module in model.modules()
         if _number_of(module) is not None
         and _takes_cache(type(module))
         and not any(isinstance(part, nn.Conv1d) for part in module.modules())
-    ]
-    return [module for module in candidates if not set(candidates) & {*module.modules()} - {module}]
+    }
+    return [module for module in candidates if not any(part in candidates for part in list(module.modules())[1:])]
 
 
 @functools.cache

@@ -154,7 +154,7 @@ def predicted(quantizer: ComponentQuantizer, spectrum: Tensor, widths: Tensor) -
 
 
 FEW = 4
-"""Tokens per channel, or observed numbers per fitted one, below which there is a warning."""
+"""Observations for each number that is fitted (tokens for each channel), below which there is a warning."""
 
 _kept: Kept[dict[Place, JointMoments]] = {}
 

@@ -183,7 +183,7 @@ def _beams(loaded: LoadedModel, one: Method, tokens: Tensor, mask: Tensor, given
     ("name", "methods"),
     [
         pytest.param("llama", METHODS[::2], id="llama-half"),
-        pytest.param("qwen3_next", METHODS[1::2], id="qwen3_next-half"),
+        pytest.param("qwen3_next", METHODS[1::2], id="qwen3_next-half", marks=pytest.mark.every_plugin),
         *(
             pytest.param(name, METHODS, id=name, marks=pytest.mark.long)
             for name in ("llama", "qwen3_next", "gemma2", "zamba2")
@@ -214,6 +214,6 @@ def test_caches_that_were_filled_apart_go_on_together(
         assert together.nbytes == sum(cache.nbytes for cache in caches), chosen
         assert together.fork().sequence(1).nbytes == caches[1].nbytes
         done += 1
-    assert done >= len(methods) // 3
+    assert done > 8
     with pytest.raises(Unsupported, match=r"^KVCache\.together: a padded batch; go on with each by itself$"):
         KVCache.together([together])

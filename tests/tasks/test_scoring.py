@@ -54,6 +54,7 @@ def test_nothing_kept_is_token_by_token_in_fp64(name: str, monkeypatch: pytest.M
 
 
 QUICK = ["identity", "zero", "kivi", "nsn", "nsnquant", "oscar", "gear", "kvquant/sink", "cq/kept_comma", "zipcache"]
+QUICK += ["oscar/token_scope"]
 # Of each form, without those that evict after a prompt, and truncation, which a last bit moves to another code.
 OTHERS = {name for name in one_of_each(NAMES) if isinstance(name, str)} - {*BITS, *QUICK, "fp16", "snapkv"}
 OTHERS -= {name for name in NAMES if name.startswith(("h2o/", "streamingllm/", "snapkv/"))} | {*TRUNCATED}

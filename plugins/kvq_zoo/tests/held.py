@@ -281,10 +281,10 @@ PAIRS: dict[str, Callable[[], Iterable[tuple[Tensor, np.ndarray]]]] = {
 """Rows of the table of docs/methods.md: what `tests/methods/test_held_against.py` compares."""
 UNPACKED = (CoefficientQuantizer,)
 SIZED = ("kvq_zoo.block_float.BlockFloatQuantizer",)
-IN_ALL: dict[type, Callable[[int], tuple[float, float]]] = {
-    OctahedralQuantizer: lambda bits: (22 * (3 * bits + 1) / 64 + 16 / 64,) * 2,
-    LatticeQuantizer: lambda bits: ({2: 2.5, 3: 3.375}[bits] + 16 / 64,) * 2,
-    SpectralQuantizer: lambda bits: (bits, bits),  # planes of each head and width, nothing else
-    CoefficientQuantizer: lambda bits: (bits - 1, bits + 7 / 64),  # scales and shifts are counted in its bits
+IN_ALL: dict[type, Callable[[int, float], bool]] = {
+    OctahedralQuantizer: lambda bits, stored: stored == 22 * (3 * bits + 1) / 64 + 16 / 64,
+    LatticeQuantizer: lambda bits, stored: stored == {2: 2.5, 3: 3.375}[bits] + 16 / 64,
+    SpectralQuantizer: lambda bits, stored: stored == bits,  # planes of each head and width, nothing else
+    CoefficientQuantizer: lambda bits, stored: bits - 1 < stored <= bits + 7 / 64,  # with scales and shifts
 }
 """For `tests/codecs/test_every_method.py`."""
