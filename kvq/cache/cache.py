@@ -52,9 +52,6 @@ class GivesLayers(Protocol):
             held: what each of these caches.
             keep_decoded, quantized_prefill: as `KVCache` has them.
             packed: layers hand over codes, for attention that reads these.
-
-        Raises:
-            ConfigError, Unsupported: what the method cannot do.
         """
 
 

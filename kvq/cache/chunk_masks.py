@@ -82,11 +82,7 @@ class SourceColumns:
         return same and self.visible.device == device
 
     def mask(self, given: Tensor | None) -> Tensor:
-        """The attention mask over the columns, from the model's own over the tokens (None: causal).
-
-        Raises:
-            Unsupported: a mask that is not over queries and tokens.
-        """
+        """The attention mask over the columns, from the model's own over the tokens (None: causal)."""
         if id(given) not in self._masks:
             self._masks[id(given)] = (given, self._extended(given))  # holds `given`, so that its id stays its own
         return self._masks[id(given)][1]

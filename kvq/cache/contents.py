@@ -72,11 +72,7 @@ class StateLayer(LinearAttentionLayer):
             out.tensor(f"{name}.{number}", state)
 
     def read(self, given: Reader, like: StateLayer) -> None:
-        """Hold what a file has, in the shapes and dtypes of the states that `like` has of a few tokens.
-
-        Raises:
-            DataError: states that the model does not have.
-        """
+        """Hold what a file has, in the shapes and dtypes of the states that `like` has of a few tokens."""
         vars(self).update(vars(like.fork()))
         for name, number, state in like._held():
             axes = " ".join(["batch", *map(str, state.shape[1:])])
@@ -174,9 +170,6 @@ def states_of(model: Any, layers: Sequence[int]) -> dict[int, StateLayer]:
 
     Args:
         layers: numbers of the layers with keys and values of their own.
-
-    Raises:
-        Unsupported: a family with a cache of its own in the place of transformers', or an old transformers.
     """
     config = model.config.get_text_config()
     with_state = state_layers_of(config)

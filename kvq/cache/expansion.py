@@ -33,11 +33,7 @@ class Expansion:
         return self._step(latent, rotated) if ready is None else ready
 
     def of(self, latent: Tensor, rotated: Tensor) -> States:
-        """Keys and values `[batch, heads, tokens, channels]` of new tokens.
-
-        Raises:
-            Unsupported: what was read before has not been asked for.
-        """
+        """Keys and values `[batch, heads, tokens, channels]` of new tokens."""
         if self._ready is not None:
             self._ready = None
             raise Unsupported("cache.mla=expanded: the model's attention does not expand what a cache returns")
@@ -49,11 +45,7 @@ class Expansion:
 
 
 def expansions(attentions: Sequence[nn.Module], layers: Sequence[int]) -> Mapping[int, weakref.ref[Expansion]]:
-    """The expansion step of each attention, by layer, installed once; it does not affect other caches.
-
-    Raises:
-        Unsupported: an attention without such a step.
-    """
+    """The expansion step of each attention, by layer, installed once; it does not affect other caches."""
     found = {}
     for module in attentions:
         given: Any = getattr(module, _STEP, None)

@@ -35,11 +35,7 @@ _MOST_HEADS, _MOST_TOKENS = 2**12, 2**20
 
 
 def identity(model: Any, method: Any, layers: int) -> dict[str, Any]:
-    """What a file and those who go on from it must have in common, as JSON data.
-
-    Raises:
-        Unsupported: a method that nothing names, or a calibrated one without tables.
-    """
+    """What a file and those who go on from it must have in common, as JSON data."""
     named: dict[str, Any] = method.identity(layers)
     return {
         "method": named,
@@ -66,10 +62,6 @@ def write(
         about: `identity`, and a label for whoever reads the header.
         dtype: of the cache (None: the model's).
         states: of fixed size, by layer.
-
-    Raises:
-        RecordError: a folder that cannot be written.
-        Unsupported: a layer whose state has no form in a file.
     """
     out = Writer()
     for index, layer in enumerate(layers):
@@ -100,11 +92,7 @@ def _name(dtype: torch.dtype | None) -> str | None:
 
 
 def dtype_of(path: Path, about: Mapping[str, Any]) -> torch.dtype | None:
-    """The dtype of the cache in a file, once the file is known to be of `about` (`identity`).
-
-    Raises:
-        DataError: no such file; another method, model or version, named by the first thing that differs.
-    """
+    """The dtype of the cache in a file, once the file is known to be of `about` (`identity`)."""
     header = read_header(path, _WHAT, FORMAT)
     for name, own in about.items():
         found = _difference(header.get(name), own, name)
@@ -146,9 +134,6 @@ def read(
     Args:
         groups: the table of each layer, by index; empty: there are no tables.
         fixed: by layer, the state to fill, and one of the same model behind a few tokens.
-
-    Raises:
-        DataError: a file that is damaged, or holds what no cache has written.
     """
     header, tensors = read_tensors(path, _WHAT, FORMAT)
     if not isinstance(header.get("state"), dict):

@@ -126,11 +126,7 @@ class WatchfulCache(Cache, abc.ABC):
 
 
 def watch(model: nn.Module) -> tuple[list[nn.Module], list[nn.Module]]:
-    """Register the hooks on a model's stacks and attentions, once; they ignore other caches. Returns both.
-
-    Raises:
-        Unsupported: a model without a cache, an encoder, or one with attentions whose arguments have other names.
-    """
+    """Register the hooks on a model's stacks and attentions, once; they ignore other caches. Returns both."""
     parts, found = stacks(model), attentions(base_of(model))
     name = type(model).__name__
     if not parts:
@@ -325,11 +321,7 @@ def _observe(module: Any, cache: WatchfulCache, index: int) -> None:
 
 
 def padding_of(mask: Any) -> list[int] | None:
-    """How many columns on the left of each sequence are padding, by a mask `[batch, columns]`; None: there is none.
-
-    Raises:
-        Unsupported: a mask that hides other tokens, or is no such tensor.
-    """
+    """How many columns on the left of each sequence are padding, by a mask `[batch, columns]`; None: there is none."""
     if not isinstance(mask, Tensor) or mask.ndim != 2:
         form = f"of {mask.ndim} dimensions" if isinstance(mask, Tensor) else f"a {type(mask).__name__}"
         raise Unsupported(

@@ -136,16 +136,11 @@ class Layer(CacheLayerMixin):
         """Raise `ConfigError` or `Unsupported` where `crop` would."""
 
     def write(self, out: Writer) -> None:
-        """Write all that it holds. Raises: Unsupported: a layer whose state has no form in a file."""
+        """Write all that it holds."""
         raise Unsupported(f"{type(self).__name__}: has no form in a file")
 
     def read(self, given: Reader) -> None:
-        """Fill the empty layer with what a file holds.
-
-        Raises:
-            DataError: what this layer cannot have written.
-            Unsupported: as `write`.
-        """
+        """Fill the empty layer with what a file holds."""
         raise Unsupported(f"{type(self).__name__}: has no form in a file")
 
     @abc.abstractmethod
@@ -336,12 +331,7 @@ class KVCacheLayer(Layer):
             side.check_crop(remove)
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Remove the last `-tokens_to_remove` tokens (a negative number, as in transformers), as if they never came.
-
-        Raises:
-            ConfigError: a positive number, whose meaning differs between transformers versions.
-            Unsupported: tokens were encoded when these came, and their update is not recorded.
-        """
+        """Remove the last `-tokens_to_remove` tokens (a negative number, as in transformers), as if they never came."""
         self.check_crop(tokens_to_remove)
         remove, recorded, self._recorded = -tokens_to_remove, self._recorded, None
         try:

@@ -46,11 +46,7 @@ class Hooked:
 
 
 def hook_interface(module: nn.Module, see: See) -> Callable[[], None]:
-    """Call `see` with the arguments of each attention function that `module`'s family calls; returns the undo.
-
-    Raises:
-        Unsupported: attention that does not go through transformers' attention interface.
-    """
+    """Call `see` with the arguments of each attention function that `module`'s family calls; returns the undo."""
     source = sys.modules[type(module).__module__]
     functions = getattr(source, INTERFACE, None)
     if functions is None:
@@ -77,11 +73,7 @@ class Attended:
 
     @classmethod
     def of(cls, module: nn.Module, query: Tensor, key: Tensor, given: dict[str, Any]) -> Attended:
-        """From the arguments of an attention function.
-
-        Raises:
-            Unsupported: attention that is more than a softmax over earlier tokens.
-        """
+        """From the arguments of an attention function."""
         for name in ("s_aux", "position_bias"):
             if given.get(name) is not None:
                 raise Unsupported(f"model: {type(module).__name__} attends with {name}, which kvq does not follow")

@@ -77,11 +77,7 @@ class PackedSide(CacheSide):
         super().__init__(None if codec is None else fused(codec), residual, label, keep_decoded)
 
     def append_packed(self, states: Float[Tensor, "batch heads 1 head_dim"]) -> PackedStates:
-        """Add one token; return what attention reads now, in stored form, then encode what leaves the residual.
-
-        Raises:
-            DataError, Unsupported: as `append`.
-        """
+        """Add one token; return what attention reads now, in stored form, then encode what leaves the residual."""
         first = self._receive(states)
         if self.codec is not None and self._encodes_at_once:
             whole = self.residual.prefill_block is PrefillBlock.whole or self.residual.size == 0
@@ -183,7 +179,7 @@ def _function(original: str) -> Callable[..., tuple[Tensor, Tensor | None]]:
 
 
 def first_seen(mask: Tensor | None, tokens: int, window: int | None) -> int:
-    """Index of the first token that the query sees. Raises: Unsupported: a mask with gaps, or several in a batch."""
+    """Index of the first token that the query sees."""
     if mask is None:
         return 0 if window is None else max(0, tokens - window)
     seen = mask if mask.dtype is torch.bool else mask > torch.finfo(mask.dtype).min / 2
@@ -259,11 +255,7 @@ class PreallocatedLayer(CacheLayerMixin):
 
 
 class PreallocatedCache(Cache):
-    """The full-precision reference for timings: room for `room` tokens in every layer, in the dtype of the model.
-
-    Raises:
-        Unsupported: a model whose attention is not transformers' `sdpa` or `eager`.
-    """
+    """The full-precision reference for timings: room for `room` tokens in every layer, in the dtype of the model."""
 
     def __init__(self, model: nn.Module, room: int) -> None:
         check_replaceable(model)

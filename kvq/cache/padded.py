@@ -118,11 +118,7 @@ class PaddedLayer(Layer):
             part.layer.receive_rotations(count, table, like)
 
     def columns_for(self, queries: int, device: torch.device, known: SourceColumns | None) -> SourceColumns | None:
-        """None: each token once, as it is.
-
-        Raises:
-            Unsupported: tokens that would be read in two forms.
-        """
+        """None: each token once, as it is."""
         for part in self.parts:
             if part.layer.columns_for(queries - max(part.padding - self._seen, 0), device, None) is not None:
                 raise Unsupported(
@@ -166,7 +162,6 @@ class PaddedLayer(Layer):
             raise Unsupported(f"crop({tokens_to_remove}): a padded batch; crop a batch of prompts of equal length")
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Raises: Unsupported: tokens to remove."""
         self.check_crop(tokens_to_remove)
 
     def fork(self) -> PaddedLayer:

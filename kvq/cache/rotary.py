@@ -86,11 +86,7 @@ class RopeTable:
         return rope.narrow(tokens, rope.tokens - tokens) if tokens else rope
 
     def extend(self, held: int, queries: int, given: tuple[Tensor, Tensor] | None, like: Tensor) -> None:
-        """Cover `queries` tokens after the `held` ones; an earlier layer of the group may have done so already.
-
-        Raises:
-            Unsupported: sequences of a batch that stand at different positions.
-        """
+        """Cover `queries` tokens after the `held` ones; an earlier layer of the group may have done so already."""
         if self.tokens == held + queries:
             return
         if self.style is None or given is None:
@@ -118,7 +114,7 @@ class RopeTable:
             out.tensor(name, part.view)
 
     def read(self, given: Reader) -> None:
-        """Cover what a file has. Raises: DataError: no such rotations."""
+        """Cover what a file has."""
         cos, sin = (given.tensor(name, Field("rows", "1 tokens pairs", "float")) for name in ("cos", "sin"))
         given.finish()
         if cos is None or sin is None or cos.shape != sin.shape or cos.dtype is not sin.dtype:
@@ -133,11 +129,7 @@ class RopeTable:
 
 
 def angles(module: Any, arguments: dict[str, Any]) -> tuple[Tensor, Tensor] | None:
-    """The tables `[rows, tokens, columns]` of cosines and sines in an attention's arguments; None: it has none.
-
-    Raises:
-        Unsupported: several positions per token that differ (images in the text).
-    """
+    """The tables `[rows, tokens, columns]` of cosines and sines in an attention's arguments; None: it has none."""
     given = arguments.get("position_embeddings")
     if given is not None:
         cos, sin = given
@@ -173,9 +165,6 @@ def styles_of(model: nn.Module) -> list[tuple[Style | None, int]]:
 
     The model reads a few tokens. Each attention is then called again with the same tokens, all at position 0, where
     RoPE does nothing; the style whose inverse maps the first keys to these is the layer's. None: no rotary embedding.
-
-    Raises:
-        Unsupported: keys that depend on positions in a way that none of `STYLES` describes.
     """
     if model not in _PROBED:
         _PROBED[model] = _probe(model)

@@ -213,7 +213,7 @@ class Reader:
         return BlockRun(tokens, count, rows)
 
     def decoded(self, packed: Packed, codec: Codec, rope: Rope | None) -> Tensor:
-        """The tokens of stored blocks. Raises: DataError: the tensors are not those of such blocks."""
+        """The tokens of stored blocks."""
         shape = [packed.batch, packed.heads, packed.tokens, packed.head_dim]
         try:
             found = codec.decode(packed, rope)

@@ -145,10 +145,6 @@ class CacheSide:
 
         `quantized_prefill`: attention reads complete new blocks in decoded form (default: in full precision). It does
         not apply to a single token: in decoding, tokens are always quantized after the attention.
-
-        Raises:
-            DataError: states to be encoded are NaN or infinite, or their shape is not that of the cached tokens.
-            Unsupported: the codec undoes rotary embeddings and `rope` does not cover the tokens.
         """
         first = self._receive(states)
         if self.codec is not None and self._encodes_at_once:
@@ -193,9 +189,6 @@ class CacheSide:
         Returns:
             What the first of them reads, followed by the others in full precision; and the decoded form of the tokens
             of `moves`, which later queries read (None: no token moves).
-
-        Raises:
-            DataError, Unsupported: as `append`.
         """
         if self.codec is not None and self.residual.policy is Policy.block and not self.residual.size:
             self._receive(states)
@@ -215,9 +208,6 @@ class CacheSide:
 
         Returns:
             As `append_in_steps`, for the tokens of `moves_then_steps`.
-
-        Raises:
-            DataError, Unsupported: as `append`.
         """
         count = states.shape[2] - head
         moves = self.moves_then_steps(head, count, quantized_prefill)
@@ -305,11 +295,7 @@ class CacheSide:
             self._store.write(out)
 
     def read(self, given: Reader) -> None:
-        """Fill the empty side with what a file holds; `rope` covers its tokens.
-
-        Raises:
-            DataError: what this side cannot have written.
-        """
+        """Fill the empty side with what a file holds; `rope` covers its tokens."""
         self._shape = given.shape()
         if self._shape is not None:
             given.fields(self, self.saved)
@@ -387,7 +373,7 @@ class CacheSide:
             )
 
     def crop(self, remove: int) -> None:
-        """Drop the last `remove` tokens. Raises: Unsupported: see `check_crop`."""
+        """Drop the last `remove` tokens."""
         self.check_crop(remove)
         if self._full is not None and remove:
             left = self._full.view[:, :, : self.residual_tokens - remove]

@@ -106,12 +106,12 @@ class BlockStore:
             out.packed("sealed", self._store.packed)
 
     def read(self, given: Reader) -> None:
-        """Hold the parts that a file has, which `check_read` decodes. Raises: DataError: no parts of this codec."""
+        """Hold the parts that a file has, which `check_read` decodes."""
         sealed = given.packed("sealed", self.codec)
         self._store = None if sealed is None else PackedStore(sealed)
 
     def check_read(self, given: Reader, rope: Rope | None) -> None:
-        """Decode what was read; `rope` covers it. Raises: DataError: parts that cannot be decoded."""
+        """Decode what was read; `rope` covers it."""
         if self._store is not None:
             packed = self._store.packed
             decoded = given.decoded(packed, self.codec, narrowed(rope, 0, packed.tokens))
@@ -214,12 +214,12 @@ class TokenStore(BlockStore):
             out.packed("tail", self._tail)
 
     def read(self, given: Reader) -> None:
-        """Hold the parts that a file has, which `check_read` decodes. Raises: DataError: no parts of this codec."""
+        """Hold the parts that a file has, which `check_read` decodes."""
         super().read(given)
         self._tail = given.packed("tail", self.codec)
 
     def check_read(self, given: Reader, rope: Rope | None) -> None:
-        """Decode what was read; `rope` covers it. Raises: DataError: parts that cannot be decoded."""
+        """Decode what was read; `rope` covers it."""
         super().check_read(given, rope)
         if self._tail is not None:
             given.decoded(self._tail, self.codec, narrowed(rope, super().tokens, self._tail.tokens))

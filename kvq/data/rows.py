@@ -118,11 +118,7 @@ def _text(path: Path, _field: str) -> tuple[str, ...]:
 
 
 def read_text(path: Path) -> str:
-    """The text of a UTF-8 file, with or without a byte order mark, whose lines end in a newline.
-
-    Raises:
-        OSError, ValueError: a file that cannot be read, or has another encoding.
-    """
+    """The text of a UTF-8 file, with or without a byte order mark, whose lines end in a newline."""
     return _decoded(path.read_bytes()).replace("\r\n", "\n").replace("\r", "\n")
 
 

@@ -50,11 +50,6 @@ def capture(
     """Run `tokens` through the model without a cache and call `visit` before every attention.
 
     `media`: further inputs of the model, such as `pixel_values`.
-
-    Raises:
-        Unsupported: attentions that do not go through transformers' attention interface, or that attend in a way that
-            is more than a softmax over earlier tokens.
-        DataError: states that are not finite.
     """
     if getattr(loaded.text_config, "kv_lora_rank", None):
         raise Unsupported("model: its attention reads keys expanded from a latent; what a cache holds is the latent")
@@ -107,18 +102,14 @@ def _attention_of(module: Any, query: Tensor, given: dict[str, Any]) -> Attentio
 
 
 def windows_of(inputs: Inputs) -> list[Int[Tensor, " tokens"]]:
-    """The first disjoint windows of `task.context` tokens, at most `task.windows`.
-
-    Raises:
-        DataError: a text shorter than one window.
-    """
+    """The first disjoint windows of `task.context` tokens, at most `task.windows`."""
     task: CaptureConfig = inputs.config.task
     cut = cut_windows(inputs.tokens.streams, task.context, None, task.windows, inputs.bos)
     return [window.tokens for window in cut]
 
 
 def capture_windows(inputs: Inputs, visit: Callable[[LayerStates], None]) -> int:
-    """`capture` each window of `windows_of`; returns how many there are. Raises: as both."""
+    """`capture` each window of `windows_of`; returns how many there are."""
     windows = windows_of(inputs)
     for tokens in windows:
         capture(inputs.model, tokens, visit)

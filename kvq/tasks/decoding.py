@@ -64,11 +64,7 @@ FOLLOWED = ("do_sample", "until", *_LENGTHS[:2], *SAMPLING, *SCORES)
 
 
 def check_settings(where: str, given: Mapping[str, Any]) -> dict[str, Any]:
-    """The generation settings that are followed; null is the default.
-
-    Raises:
-        ConfigError: a setting, named as `where.setting`, that is unknown or not followed.
-    """
+    """The generation settings that are followed; null is the default."""
     known = {key for key in vars(GenerationConfig()) if not key.startswith("_")} | {*FOLLOWED, *_LENGTHS}
     kept = {key: value for key, value in given.items() if value is not None}
     for key, value in kept.items():
@@ -101,9 +97,6 @@ class Decoder:
         context: the prompt's tokens, which repetition counts too.
         ends: tokens that end an answer.
         seed: of the random generator, which belongs to this answer.
-
-    Raises:
-        ConfigError: a value that transformers does not take.
     """
 
     def __init__(self, settings: Mapping[str, Any], context: Sequence[int], ends: Sequence[int], seed: int = 0) -> None:

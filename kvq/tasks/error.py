@@ -172,9 +172,6 @@ def imbalanced(
     have these outliers too, so they point in the direction of the other tokens; without, they have a direction of their
     own, as OScaR (arXiv 2605.19660, section 4) describes attention sinks. Norms of other tokens do not depend on
     `lowness`.
-
-    Raises:
-        ConfigError: more sinks than tokens or more outlier channels than channels.
     """
     if not 0 <= sinks <= tokens or not 0 <= outlier_channels <= head_dim:
         raise ConfigError(

@@ -46,11 +46,7 @@ ValueError
 
 
 def text_of(task: GenerateConfig) -> str:
-    """The text of the prompt.
-
-    Raises:
-        DataError: a file that cannot be read, or holds no text.
-    """
+    """The text of the prompt."""
     if task.prompt_file is None:
         return PROMPT if task.prompt is None else task.prompt
     try:
@@ -63,11 +59,7 @@ def text_of(task: GenerateConfig) -> str:
 
 
 def prompt_of(inputs: Inputs) -> list[int]:
-    """The tokens of the prompt.
-
-    Raises:
-        ConfigError: as `kvq.data.text.conversation`.
-    """
+    """The tokens of the prompt."""
     task, tokenizer = inputs.config.task, inputs.tokenizer
     text = conversation(tokenizer, text_of(task)) if task.chat_template else text_of(task)
     return begun(tokenizer, encode(tokenizer, text, special=not task.chat_template), inputs.bos)
@@ -83,11 +75,7 @@ def repetition(tokens: Sequence[int], length: int) -> float:
 
 
 def check(inputs: Inputs, method: Method) -> None:
-    """Raise `ConfigError` for a prompt that is longer than the model takes, `Unsupported` for a residual without order.
-
-    Raises:
-        DataError: as `text_of`.
-    """
+    """Raise `ConfigError` for a prompt longer than the model takes, `Unsupported` for a residual without order."""
     task: GenerateConfig = inputs.config.task
     check_prefill(method, task.prefill)
     prompt = len(prompt_of(inputs))

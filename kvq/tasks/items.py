@@ -134,9 +134,6 @@ def write_answers(
     Args:
         sample: what the record keeps of the answer to a prompt, by the prompt's place and the new tokens, up to and
             with the one that ended the answer.
-
-    Raises:
-        DataError: states that are not finite.
     """
     seconds: dict[str, float] = {}
     device, before, stored = reader.loaded.device, reader.tokens_read, {}
@@ -198,9 +195,6 @@ def measure_items(
 
     Args:
         name: metric of the mean `score` of the samples; one that `kvq.results.metrics` does not list has no unit.
-
-    Raises:
-        DataError: nothing can be scored.
     """
     say(items.skipped, "skipped")
     if not any(items.batches):
@@ -258,11 +252,7 @@ def costs(scored: Sequence[Scored]) -> dict[str, float]:
 
 
 def paired(samples: Sequence[Sample], baseline: Sequence[Sample]) -> list[tuple[Sample, Sample]]:
-    """Pairs of items of a run and of its baseline, without skipped ones.
-
-    Raises:
-        DataError: the two did not score the same items.
-    """
+    """Pairs of items of a run and of its baseline, without skipped ones."""
     theirs = {sample["item"]: sample for sample in baseline if "skipped" not in sample}
     ours = {sample["item"]: sample for sample in samples if "skipped" not in sample}
     if odd := sorted(theirs.keys() ^ ours.keys()):

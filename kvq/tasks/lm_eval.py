@@ -62,12 +62,7 @@ class Part(NamedTuple):
 
 
 def load_tasks(inputs: Inputs) -> tuple[dict[str, Any], dict[str, Part]]:
-    """lm-eval's task objects by name, changed as the settings say, and the groups and tags among what was asked for.
-
-    Raises:
-        ConfigError: an unknown task.
-        DataError: its data cannot be had.
-    """
+    """lm-eval's task objects by name, changed as the settings say, and the groups and tags among what was asked for."""
     task: LmEvalConfig = inputs.config.task
     dataset = inputs.config.dataset
     if dataset.path is None and _FROM_FILE & set(task.tasks):
@@ -255,9 +250,6 @@ def evaluate(inputs: Inputs, model: Any) -> tuple[list[Sample], dict[str, float]
     """Run the tasks on any model of lm-eval.
 
     Returns: one sample per document, lm-eval's own results as `metric[task]`, and groups and tags by name.
-
-    Raises:
-        ConfigError: a task that runs code without leave, or a `task.metric` that it does not have.
     """
     import lm_eval.evaluator
 
@@ -284,11 +276,7 @@ def evaluate(inputs: Inputs, model: Any) -> tuple[list[Sample], dict[str, float]
 
 
 def item_samples(name: str, logged: list[Mapping[str, Any]], task: LmEvalConfig) -> Iterator[Sample]:
-    """One row per document that lm-eval logged; its score is the task's main metric under the first filter.
-
-    Raises:
-        ConfigError: a metric that the task does not have, or that is no number per item.
-    """
+    """One row per document that lm-eval logged; its score is the task's main metric under the first filter."""
     first = logged[0]["filter"] if logged else ""
     for row in logged:
         if row["filter"] != first:

@@ -312,11 +312,7 @@ def _name(request: Instance) -> str:
 
 
 def config_of(pretrained: str | None = None, method: str = "fp16", bits: Any = None, **settings: Any) -> Config:
-    """The run that the arguments of the model stand for; `pretrained` None: `settings` name the model.
-
-    Raises:
-        ConfigError: a setting that is unknown or out of range.
-    """
+    """The run that the arguments of the model stand for; `pretrained` None: `settings` name the model."""
     words = [f"method={method}", *([] if bits is None else [f"bits={bits}"])]
     if pretrained is not None:
         known = pretrained in choices()["model"]
@@ -339,10 +335,6 @@ class MethodLM(CacheLM):
         max_batch_size: is not needed; lm-eval gives it to every model.
         device: `cpu`, or one that torch names; lm-eval asks for `cuda:0` where nothing is said, which is then any.
         settings: any other setting of a run.
-
-    Raises:
-        ConfigError: a setting that is unknown or out of range.
-        Unsupported: a method that cannot do the bits, the model or the prefill.
     """
 
     def __init__(

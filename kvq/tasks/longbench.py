@@ -68,10 +68,6 @@ def read_documents(config: DatasetConfig, task: LongbenchConfig) -> list[Documen
     """The first `task.limit` items of each subset, from `dataset.path` or the hub.
 
     A path is a folder of `<subset>.jsonl` files, or one such file where there is one subset.
-
-    Raises:
-        ConfigError: a dataset of text.
-        DataError: a file that is missing or no list of items; the hub cannot be reached.
     """
     if config.loader is not Loader.items:
         raise ConfigError(f"dataset={config.name}: holds text; task=longbench has items of its own, dataset=longbench")

@@ -120,11 +120,7 @@ class _FirstNot:
 
 @functools.cache
 def load_subset(name: str) -> Subset:
-    """Read lm-eval's file of a subset ("qasper", "qasper_e") and correct it.
-
-    Raises:
-        ConfigError: no such subset, or the packages of its metrics are missing.
-    """
+    """Read lm-eval's file of a subset ("qasper", "qasper_e") and correct it."""
     found = importlib.util.find_spec("lm_eval.tasks")
     assert found is not None
     assert found.submodule_search_locations is not None

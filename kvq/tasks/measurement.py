@@ -112,11 +112,7 @@ _HOMES = {
 
 
 def task_of(settings: TaskConfig) -> Task:
-    """The task of these settings: in the module of its name in this package, or outside it as `module_of_task` says.
-
-    Raises:
-        ConfigError: a package that the task needs is not installed.
-    """
+    """The task of these settings: in the module of its name in this package, or outside it as `module_of_task` says."""
     name, home = settings.name, module_of_task(settings)
     try:
         found = importlib.import_module(f"kvq.tasks.{_HOMES.get(name, name)}" if home.startswith("kvq.") else home)

@@ -65,11 +65,7 @@ def _bytes_of(packed: Packed) -> Counter[str]:
 
 
 def layout(codec: Codec, tokens: int, heads: int, head_dim: int, dtype: torch.dtype, block: int | None) -> Counter[str]:
-    """Bytes of every part of `tokens` tokens without storing them: the bytes of one block times the number of blocks.
-
-    Raises:
-        Unsupported: one block (`block=None`) under a codebook whose search looks at values; bytes that follow values.
-    """
+    """Bytes of every part of `tokens` tokens without storing them: those of one block times the number of blocks."""
     if codec.stores_lists:
         raise Unsupported(f"{type(codec).__name__}: its bytes follow the values, of which shapes say nothing")
 
@@ -241,12 +237,7 @@ def check_shapes_suffice(method: Method) -> None:
 
 
 def check(inputs: Inputs, method: Method) -> None:
-    """Check prompts, method and model.
-
-    Raises:
-        ConfigError: prompts longer than the model takes.
-        Unsupported: more than one codec per side, a head dim that the method cannot do, or states of an unknown form.
-    """
+    """Check prompts, method and model."""
     task: MemoryConfig = inputs.config.task
     check_shapes_suffice(method)
     shape = cache_shape(inputs.config.model, method.mla)

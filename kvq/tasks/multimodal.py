@@ -62,9 +62,6 @@ def prompt_of(
     """Tokens of the prompt, with one for each image patch, and the processor's further inputs.
 
     The prompt is the processor's chat template, or, where it has none, its image token before the question.
-
-    Raises:
-        DataError: an image that cannot be read.
     """
     from PIL import Image, UnidentifiedImageError
 
@@ -83,11 +80,7 @@ def prompt_of(
 
 
 def with_media(model: LoadedModel, processor: Any, item: MediaItem) -> tuple[MediaModel, Int[Tensor, "1 tokens"]]:
-    """The model with the image of an item's prompt, and the prompt's tokens.
-
-    Raises:
-        DataError: an image that cannot be read.
-    """
+    """The model with the image of an item's prompt, and the prompt's tokens."""
     tokens, media = prompt_of(processor, item, model.device)
     return MediaModel(model.model, model.device, media, cache_dtype=model.cache_dtype), tokens
 
@@ -237,9 +230,6 @@ def norms_by_modality(loaded: MediaModel, tokens: Int[Tensor, " tokens"], layers
     of that modality, and `relative`: their median norm over the median of all tokens.
     `kind` tokens: one per side of `layers` layers evenly spread, with `norms` [5, tokens] (least, quartiles and
     largest of each token's norms over its heads) and `spans` of tokens of one modality.
-
-    Raises:
-        Unsupported, DataError: as `capture`.
     """
     found = ByModality(modalities(loaded.model.config, tokens))
     try:

@@ -51,11 +51,7 @@ def haystack(inputs: Inputs) -> TokenData:
 
 
 def make_items(inputs: Inputs) -> list[NiahItem]:
-    """All items, with equal lengths together; each depends only on its length, depth, repeat and the seed.
-
-    Raises:
-        DataError: no stream is as long as the longest prompt, or needles and question do not fit into the shortest.
-    """
+    """All items, with equal lengths together; each depends only on its length, depth, repeat and the seed."""
     task: NiahConfig = inputs.config.task
     tokenizer, longest = inputs.tokenizer, max(task.lengths)
     whole = [begun(tokenizer, stream.tolist(), None) for stream in haystack(inputs).streams]

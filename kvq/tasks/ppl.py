@@ -50,7 +50,7 @@ Writer = Callable[[int, int, Tensor], None]
 
 
 def ppl_windows(streams: Sequence[Tensor], task: PplConfig, bos: int | None = None) -> list[Window]:
-    """The windows that `task` asks for, each after `bos`. Raises: DataError: a text shorter than one window."""
+    """The windows that `task` asks for, each after `bos`."""
     stride = task.stride if task.windows.name == "sliding" else None
     windows = cut_windows(streams, task.context, stride, task.max_windows, bos)
     if task.scoring is not Scoring.continuation:
@@ -86,10 +86,6 @@ def run_ppl(
             window by window. With `fill`, this run is the full-precision one and writes them.
         writer: stores the log-probabilities.
         chunk: at most this many tokens per forward in `generation` scoring (tests; results do not depend on it).
-
-    Raises:
-        Unsupported: residual=none under `generation`.
-        DataError: states that are not finite.
     """
     at_once, continuation = task.scoring is not Scoring.generation, task.scoring is Scoring.continuation
     method = parallel_method(method) if at_once else method

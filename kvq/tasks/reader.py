@@ -88,9 +88,6 @@ class Reader:
 
         Those of unequal length are padded on the left to the longest. They are read one by one where that cannot be
         (under `chunked`, or where layers keep states of fixed size) or would be mostly in vain (`PADDING`).
-
-        Raises:
-            Unsupported: unequal lengths in a method that cannot hold sequences apart.
         """
         most = max(map(len, prompts))
         padding = [most - len(prompt) for prompt in prompts]
@@ -103,7 +100,7 @@ class Reader:
 
     @staticmethod
     def join(caches: Sequence[KVCache], logits: Sequence[Float[Tensor, "1 vocab"]]) -> tuple[KVCache, Logits]:
-        """Caches of one prompt each as one batch, and the logits after each. Raises: as `KVCache.together`."""
+        """Caches of one prompt each as one batch, and the logits after each."""
         return caches[0] if len(caches) == 1 else KVCache.together(caches), torch.cat(list(logits))
 
     @torch.no_grad()

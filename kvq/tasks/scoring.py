@@ -58,9 +58,6 @@ def generation_bounds(method: Method, length: int, chunk: int | None = None) -> 
     Args:
         chunk: at most this many tokens per forward (default: whole blocks; `FULL_PRECISION_CHUNK` where none cuts, and
             at most that under `sliding`).
-
-    Raises:
-        Unsupported: residual=none, which has no causal order.
     """
     method.check_needs("task.scoring=generation", "no_prompt")
     sizes = []
@@ -158,11 +155,7 @@ def steps(method: Method) -> bool:
 
 
 def scoring_bounds(method: Method, length: int, chunk: int | None = None) -> list[tuple[int, int]]:
-    """As `generation_bounds`; token by token, or up to each flush of transformers' caches, where a method needs it.
-
-    Raises:
-        Unsupported: as `generation_bounds`; eviction after a prompt, where there is no prompt.
-    """
+    """As `generation_bounds`; token by token, or up to each flush of transformers' caches, where a method needs it."""
     method.check_needs("task.scoring=generation", "no_prompt")
     if steps(method):
         return [(at, at + 1) for at in range(length)]

@@ -278,11 +278,7 @@ def check_latency(inputs: Inputs, method: Method) -> None:
 
 
 def measure_throughput(inputs: Inputs, method: Method, baseline: Baseline | None, journal: Journal) -> Measurement:
-    """Generated tokens per second for every batch, and every repeat as a sample.
-
-    Raises:
-        Unsupported: not even the smallest batch fits the memory of the device.
-    """
+    """Generated tokens per second for every batch, and every repeat as a sample."""
     task: ThroughputConfig = inputs.config.task
     rows = cells(inputs.config, [(batch, task.prompt) for batch in sorted(task.batches)], growing=True)
     return timed_measurement(rates_of(rows, task.new_tokens), rows)
@@ -295,9 +291,6 @@ def rates_of(rows: list[dict[str, Any]], new_tokens: int) -> dict[str, float]:
     the largest of `task.batches` that fits. `over_<reference>_largest` and `largest_batch_over_<reference>` compare
     each at its own largest batch; they exist only where a larger batch did not fit the reference, else its largest
     batch would not be known.
-
-    Raises:
-        Unsupported: nothing fits.
     """
 
     def rate(row: dict[str, Any]) -> float:

@@ -52,9 +52,6 @@ def cut_windows(
         limit: at most this many windows.
         bos: the first token of every window. It is one of the `context` tokens, so that caches, blocks and the model's
             longest context stay as they are; the `context - 1` tokens of text after it are all targets.
-
-    Raises:
-        DataError: no stream is as long as one window.
     """
     windows = []
     first = torch.tensor([] if bos is None else [bos], dtype=torch.long)
@@ -73,11 +70,7 @@ def cut_windows(
 
 
 def evenly(windows: Sequence[Window], count: int, setting: str) -> list[Window]:
-    """`count` of the windows, spread evenly over the text; `setting`: the one that gives the count.
-
-    Raises:
-        DataError: there are fewer.
-    """
+    """`count` of the windows, spread evenly over the text; `setting`: the one that gives the count."""
     if len(windows) < count:
         tokens = int(windows[0].tokens.numel()) if windows else 0
         raise DataError(f"{setting}={count}: the text has {len(windows)} passages of {tokens} tokens")

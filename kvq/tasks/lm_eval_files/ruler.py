@@ -16,9 +16,6 @@ def items(path: str, **_: Any) -> dict[str, Dataset]:
 
     Args:
         path: jsonl, in each line `input` (the prompt with its question) and `outputs` (the answers).
-
-    Raises:
-        DataError: no such file, or a line without these fields.
     """
     rows: list[dict[str, Any]] = []
     try:
