@@ -48,6 +48,7 @@ def test_how_many_heads_share_a_transform_is_held(name: str) -> None:
     assert moved(_golden("method waterfill"), _golden(f"method {name}"))
 
 
+@pytest.mark.every_plugin
 def test_every_part_of_every_method_and_task_has_a_golden() -> None:
     """All but what times, other libraries' caches and engines, which may not be installed, and rotations of weights.
 
