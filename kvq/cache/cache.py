@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from kvq.cache import files
 from kvq.cache.chunk_masks import SourceColumns
-from kvq.cache.contents import NO_CROP, placed, states_after, states_of
+from kvq.cache.contents import NO_CROP, placed, states_of
 from kvq.cache.expansion import Expansion, expansions
 from kvq.cache.hooks import (
     WatchfulCache,
@@ -352,16 +352,14 @@ class KVCache(PaddableCache, WatchfulCache):
 
         Raises:
             DataError: no such file; one that is damaged or was written by something else; another method, model or
-                version than the file's, named by what differs. No tensor is larger than the file.
+                version than the file's, named by what differs.
             ConfigError, Unsupported: as `KVCache`.
         """
         path, layers = Path(path), len(kv_layers_of(model.config.get_text_config()))  # type: ignore[union-attr, operator]
         given: Any = method
         dtype = files.dtype_of(path, files.identity(model, given, layers))
         cache = cls(model, method, keep_decoded, quantized_prefill, attention, dtype)
-        like = states_after(model, cache.fork()) if cache._states else {}
-        fixed = {index: (state, like[index]) for index, state in cache._states.items()}
-        files.read(path, model, cache.kv_layers, cache._tables, cache._groups, fixed)
+        files.read(path, model, cache.kv_layers, cache._tables, cache._groups, cache._states)
         return cache
 
     def fork(self) -> KVCache:

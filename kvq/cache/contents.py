@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, LinearAttentionLayer
 
-from kvq.cache.serialize import Field, Reader, Writer
+from kvq.cache.serialize import Reader, Writer
 from kvq.cache.store import Recompression
 from kvq.codecs import Codec
 from kvq.errors import Unsupported
@@ -47,7 +47,7 @@ class StateLayer(LinearAttentionLayer):
 
     @property
     def nbytes(self) -> int:
-        return sum(state.nbytes for _, _, state in self._held())
+        return sum(state.nbytes for name in _PARTS for state in getattr(self, name).values() if state is not None)
 
     def reset(self) -> None:
         """Forget everything, also the shapes."""
@@ -68,23 +68,11 @@ class StateLayer(LinearAttentionLayer):
             setattr(self, name, {key: None if state is None else change(state) for key, state in states.items()})
 
     def write(self, out: Writer) -> None:
-        for name, number, state in self._held():
-            out.tensor(f"{name}.{number}", state)
+        out.fields(self, sorted(vars(self).keys() - {"device"}))
 
-    def read(self, given: Reader, like: StateLayer) -> None:
-        """Hold what a file has, in the shapes and dtypes of the states that `like` has of a few tokens."""
-        vars(self).update(vars(like.fork()))
-        for name, number, state in like._held():
-            axes = " ".join(["batch", *map(str, state.shape[1:])])
-            found = given.tensor(f"{name}.{number}", Field("tensor", axes, state.dtype))
-            if found is None:
-                raise given.error(f"{name}.{number} is missing")
-            getattr(self, name)[number] = found
-        given.finish()
-
-    def _held(self) -> list[tuple[str, int, Tensor]]:
-        parts = [(name, number, state) for name in _PARTS for number, state in getattr(self, name).items()]
-        return [part for part in parts if part[2] is not None]
+    def read(self, given: Reader) -> None:
+        given.fields(self, given.tree)
+        self.device = None if self.dtype is None else given.device
 
     @staticmethod
     def joined(layers: Sequence[StateLayer]) -> StateLayer:
@@ -206,22 +194,9 @@ def reads_in_parts(model: nn.Module) -> bool:
 
 
 @torch.no_grad()
-def states_after(model: Any, cache: StatefulCache) -> Mapping[int, StateLayer]:
-    """States after a few tokens in an empty cache; shapes and dtypes do not depend on how many."""
-    tokens = _tokens(model, 2)
-    at = torch.arange(2, device=tokens.device)[None]
-    base_of(model)(input_ids=tokens, position_ids=at, past_key_values=cache, use_cache=True)
-    return cache._states
-
-
-def _tokens(model: Any, count: int) -> Tensor:
-    embedding = model.get_input_embeddings()
-    return torch.arange(1, count + 1, device=device_of(embedding))[None] % embedding.weight.shape[0]
-
-
-@torch.no_grad()
 def _probe(model: Any) -> bool:
-    base, tokens = base_of(model), _tokens(model, _PROBE_CUTS[-1])
+    base, embedding = base_of(model), model.get_input_embeddings()
+    tokens = torch.arange(1, _PROBE_CUTS[-1] + 1, device=device_of(embedding))[None] % embedding.weight.shape[0]
     whole = base(input_ids=tokens, use_cache=False).last_hidden_state
     cache, parts = DynamicCache(config=model.config), []
     for start, end in itertools.pairwise(_PROBE_CUTS):

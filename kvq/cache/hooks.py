@@ -172,7 +172,7 @@ def attentions(model: nn.Module) -> list[nn.Module]:
     candidates = {
         module: None  # in the order of the model
         for module in model.modules()
-        if _number_of(module) is not None
+        if layer_of(module) is not None
         and _takes_cache(type(module))
         and not any(isinstance(part, nn.Conv1d) for part in module.modules())
     }
@@ -248,7 +248,7 @@ def _leave(stack: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: An
 def _tell_hidden(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     cache = _cache_of(args, kwargs)
     if cache is not None and cache.wants_hidden:
-        attention = next(child for child in layer.children() if _number_of(child) is not None)
+        attention = next(child for child in layer.children() if layer_of(child) is not None)
         given = named_arguments(layer, args, kwargs)
         cache.receive_hidden(layer_number(attention, given), given["hidden_states"])
 
@@ -375,9 +375,9 @@ def check_window(module: Any, arguments: dict[str, Any], columns: int, window: i
 def layer_number(module: Any, arguments: dict[str, Any]) -> int:
     """The number of the layer that an attention works for: an argument where layers share a module (Zamba)."""
     given = arguments.get("layer_idx")
-    return int(_number_of(module) if given is None else given)
+    return int(layer_of(module) if given is None else given)
 
 
-def _number_of(module: Any) -> Any:
+def layer_of(module: Any) -> Any:
     """The number of its layer that an attention has; None: it has none."""
     return getattr(module, "layer_idx", getattr(module, "layer_id", None))  # the latter GPT-Neo

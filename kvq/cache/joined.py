@@ -8,10 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvq.cache.chunk_masks import Transitions
 from kvq.cache.layer import KVCacheLayer, Read
 from kvq.cache.rotary import RopeTable
-from kvq.cache.serialize import Reader, Writer
 from kvq.cache.side import CacheSide
 from kvq.cache.window import drop
 
@@ -29,52 +27,20 @@ class ValuesOfKeys:
         self.holder = holder
         self.rope: RopeTable | None = None
 
-    @property
-    def label(self) -> str:
-        return self.holder.label
-
-    @property
-    def tokens(self) -> int:
-        return self.holder.tokens
-
-    @property
-    def dropped(self) -> int:
-        return self.holder.dropped
-
-    @dropped.setter
-    def dropped(self, tokens: int) -> None:
-        self.holder.dropped = tokens
-
-    @property
-    def packed_tokens(self) -> int:
-        return self.holder.packed_tokens
-
-    @property
-    def residual_tokens(self) -> int:
-        return self.holder.residual_tokens
-
-    def moves(self, queries: int) -> Transitions:
-        return self.holder.moves(queries)
-
-    def moves_then_steps(self, head: int, queries: int, quantized_prefill: bool) -> Transitions:
-        return self.holder.moves_then_steps(head, queries, quantized_prefill)
-
-    def append_then_steps(self, states: Tensor, head: int, quantized_prefill: bool) -> None:
-        """Nothing: the holder is given both."""
+    def __getattr__(self, name: str) -> Any:
+        """Tokens and their moves are the holder's."""
+        if name == "holder":  # before it is set
+            raise AttributeError(name)
+        return getattr(self.holder, name)
 
     def fork(self) -> ValuesOfKeys:
         return ValuesOfKeys(self.holder)
 
-    def write(self, out: Writer) -> None:
-        """Nothing, as all that changes one: `append_then_steps`, `select`, `crop`, `forget`, `reset`."""
-
-    def read(self, given: Reader) -> None:
-        given.finish()
-
     def _nothing(self, *_: Any) -> None:
-        return None
+        """The holder does it."""
 
-    reset = select = crop = check_crop = forget = check_finite = receive_hidden = receive_tokens = _nothing
+    append_then_steps = reset = select = crop = check_crop = forget = _nothing
+    write = read = check_finite = receive_hidden = receive_tokens = _nothing
 
 
 class JoinedLayer(KVCacheLayer):
@@ -101,10 +67,6 @@ class JoinedLayer(KVCacheLayer):
     def _leave(self) -> None:
         if self._hidden:
             drop((self.key,), self._hidden)
-
-    def read(self, given: Reader) -> None:
-        given.sizes["most_heads"] *= 2
-        super().read(given)
 
     def crop(self, tokens_to_remove: int) -> None:
         super().crop(tokens_to_remove)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import abc
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, TypeVar
 
 import torch
@@ -13,7 +13,7 @@ from transformers.cache_utils import CacheLayerMixin
 
 from kvq.cache.chunk_masks import SourceColumns, Transitions, columns_of
 from kvq.cache.observe import Attended
-from kvq.cache.serialize import Field, Reader, Writer
+from kvq.cache.serialize import Reader, Writer
 from kvq.cache.side import CacheSide
 from kvq.cache.window import Recorded, clipped, drop, outside
 from kvq.errors import ConfigError, Unsupported
@@ -158,8 +158,8 @@ class KVCacheLayer(Layer):
     """Keys and values of one attention layer, each with its own codec and residual policy."""
 
     irreversible: str | None = None
-    saved: ClassVar[Mapping[str, Field]] = {"evicted": Field("count")}
-    """State of a layer that a file holds, besides its sides; classes with more state add to it."""
+    saved: ClassVar[tuple[str, ...]] = ("evicted", "dtype")
+    """Attributes that a file holds, besides those of the sides; classes with more state add to it."""
 
     def __init__(
         self, key: CacheSide, value: CacheSide, quantized_prefill: bool = False, window: int | None = None
@@ -284,24 +284,15 @@ class KVCacheLayer(Layer):
     def write(self, out: Writer) -> None:
         for name, side in (("key", self.key), ("value", self.value)):
             side.write(out.part(name))
-        if self.window is not None:
-            out.tree["dropped"] = self.key.dropped
-        out.fields(self, self.saved)
+        if self.is_initialized:
+            out.fields(self, self.saved)
 
     def read(self, given: Reader) -> None:
-        if self.window is not None:
-            self.key.dropped = self.value.dropped = given.count("dropped")
         for name, side in (("key", self.key), ("value", self.value)):
-            inner = given.part(name)
-            side.read(inner)
-            given.sizes |= {axis: inner.sizes[axis] for axis in ("batch", "heads") if axis in inner.sizes}
-        if self.key.tokens != self.value.tokens:
-            raise given.error(f"{self.key.tokens} keys and {self.value.tokens} values")
-        given.fields(self, self.saved)
-        given.finish()
-        if self.key.tokens:
-            like = torch.empty(0, dtype=given.dtype, device=given.device)
-            self.lazy_initialization(like, like)
+            side.read(given.part(name))
+        if "dtype" in given.tree:
+            given.fields(self, self.saved)
+            self.device, self.is_initialized = given.device, True
 
     def reset(self) -> None:
         self.key.reset()

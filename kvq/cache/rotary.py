@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from transformers.cache_utils import DynamicCache
 
 from kvq.cache.hooks import attentions, layer_number, told_before
-from kvq.cache.serialize import Field, Reader, Writer
 from kvq.codecs import Growable
 from kvq.codecs.packed import grown
 from kvq.codecs.rope import Rope
@@ -65,6 +64,9 @@ STYLES = (
 class RopeTable:
     """The rotations of a cache's tokens, shared by layers of one style; positions decide them, so none is stored."""
 
+    saved = ("_parts",)
+    """In a file, whose reader has no positions."""
+
     def __init__(self, style: Style | None) -> None:
         self.style = style
         self._parts: tuple[Growable, Growable] | None = None
@@ -107,19 +109,6 @@ class RopeTable:
         if self._parts is not None and tokens < self.tokens:
             cos, sin = (Growable(part.view[:, :tokens].clone()) for part in self._parts)
             self._parts = (cos, sin) if tokens else None
-
-    def write(self, out: Writer) -> None:
-        """Write the rotations: positions decide them, but a reader has no positions."""
-        for name, part in zip(("cos", "sin"), self._parts or (), strict=False):
-            out.tensor(name, part.view)
-
-    def read(self, given: Reader) -> None:
-        """Cover what a file has."""
-        cos, sin = (given.tensor(name, Field("rows", "1 tokens pairs", "float")) for name in ("cos", "sin"))
-        given.finish()
-        if cos is None or sin is None or cos.shape != sin.shape or cos.dtype is not sin.dtype:
-            raise given.error("cos and sin are not the rotations of the same tokens")
-        self._parts = Growable(cos), Growable(sin)
 
     def fork(self) -> RopeTable:
         """A copy that shares what is covered so far and grows on its own."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
 from typing import ClassVar
 
 import torch
@@ -12,7 +11,7 @@ from torch import Tensor
 
 from kvq.cache.chunk_masks import Transitions
 from kvq.cache.rotary import RopeTable
-from kvq.cache.serialize import Field, Reader, Writer
+from kvq.cache.serialize import Reader, Writer
 from kvq.cache.store import BlockStore, Recompression, TokenStore
 from kvq.codecs import Codec, Growable, Packed
 from kvq.codecs.packed import grown
@@ -37,8 +36,8 @@ class CacheSide:
     (and `block` of size 0) every update is encoded as it comes and attention reads only decoded states.
     """
 
-    saved: ClassVar[Mapping[str, Field]] = {"_full": Field("rows", "batch heads tokens head_dim")}
-    """State of a side that a file holds, besides its packed prefix; classes with more state add to it."""
+    saved: ClassVar[tuple[str, ...]] = ("_shape", "_full", "dropped")
+    """Attributes that a file holds, besides the packed prefix; classes with more state add to it."""
 
     def __init__(self, codec: Codec | None, residual: ResidualSide, label: str, keep_decoded: bool = False) -> None:
         self.codec, self.residual, self.label, self.keep_decoded = codec, residual, label, keep_decoded
@@ -289,32 +288,16 @@ class CacheSide:
         return (TokenStore if token_by_token else BlockStore)(codec, self.keep_decoded)
 
     def write(self, out: Writer) -> None:
-        out.tree["shape"] = None if self._shape is None else list(self._shape)
         out.fields(self, self.saved)
         if self._store is not None:
-            self._store.write(out)
+            self._store.write(out.part("store"))
 
     def read(self, given: Reader) -> None:
         """Fill the empty side with what a file holds; `rope` covers its tokens."""
-        self._shape = given.shape()
-        if self._shape is not None:
-            given.fields(self, self.saved)
-            self._read_store(given)
-        given.finish()
-
-    def _read_store(self, given: Reader) -> None:
-        store = None if self.codec is None else self._new_store(self.codec)
-        if store is not None:
-            store.read(given)
-        self._check_read(given, 0 if store is None else store.tokens)
-        if store is not None and store.tokens:
-            store.check_read(given, self._turns)
-            self._store = store
-
-    def _check_read(self, given: Reader, packed: int) -> None:
-        """Raise `DataError` where what was read does not fit together, `packed` tokens of it in the packed prefix."""
-        if self.uses_rope and (self.rope is None or self.rope.tokens < packed + self.seen):
-            raise given.error("the rotations of its tokens are missing")
+        given.fields(self, self.saved)
+        if self.codec is not None and "store" in given.tree:
+            self._store = self._new_store(self.codec)
+            self._store.read(given.part("store"), self._turns)
 
     def drop(self, tokens: int) -> None:
         """Forget the first `tokens` tokens, as many as `kvq.cache.window` says."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 from jaxtyping import Float
@@ -38,6 +38,9 @@ class BlockStore:
     Args:
         keep_decoded: also keep the decoded copy, so that a long past is decoded once (bit-identical, more memory).
     """
+
+    saved: ClassVar[tuple[str, ...]] = ("_store",)
+    """Attributes that a file holds; classes with more state add to it."""
 
     def __init__(self, codec: Codec, keep_decoded: bool) -> None:
         self.codec, self.keep_decoded = codec, keep_decoded
@@ -102,20 +105,13 @@ class BlockStore:
             self._decoded = Growable(self._decoded.view[:, :, tokens:].clone()) if left.tokens else None
 
     def write(self, out: Writer) -> None:
-        if self._store is not None:
-            out.packed("sealed", self._store.packed)
+        out.fields(self, self.saved)
 
-    def read(self, given: Reader) -> None:
-        """Hold the parts that a file has, which `check_read` decodes."""
-        sealed = given.packed("sealed", self.codec)
-        self._store = None if sealed is None else PackedStore(sealed)
-
-    def check_read(self, given: Reader, rope: Rope | None) -> None:
-        """Decode what was read; `rope` covers it."""
-        if self._store is not None:
-            packed = self._store.packed
-            decoded = given.decoded(packed, self.codec, narrowed(rope, 0, packed.tokens))
-            self._decoded = Growable(decoded) if self.keep_decoded else None
+    def read(self, given: Reader, rope: Rope | None) -> None:
+        """Hold what a file has; `rope` covers its tokens."""
+        given.fields(self, self.saved)
+        if self.keep_decoded and self._store is not None:
+            self._decoded = Growable(BlockStore.past(self, rope))
 
     def fork(self) -> BlockStore:
         other = copy.copy(self)
@@ -136,6 +132,8 @@ class TokenStore(BlockStore):
     unit; several are packed again with it. Both are exact, because a token's codes and side information do not depend
     on its neighbours.
     """
+
+    saved = (*BlockStore.saved, "_tail")
 
     def __init__(self, codec: Codec, keep_decoded: bool) -> None:
         super().__init__(codec, keep_decoded)
@@ -207,22 +205,6 @@ class TokenStore(BlockStore):
             return super().past(rope)
         tail = self.codec.decode(self._tail, narrowed(rope, super().tokens, self._tail.tokens))
         return torch.cat([super().past(rope), tail], 2) if super().tokens else tail
-
-    def write(self, out: Writer) -> None:
-        super().write(out)
-        if self._tail is not None:
-            out.packed("tail", self._tail)
-
-    def read(self, given: Reader) -> None:
-        """Hold the parts that a file has, which `check_read` decodes."""
-        super().read(given)
-        self._tail = given.packed("tail", self.codec)
-
-    def check_read(self, given: Reader, rope: Rope | None) -> None:
-        """Decode what was read; `rope` covers it."""
-        super().check_read(given, rope)
-        if self._tail is not None:
-            given.decoded(self._tail, self.codec, narrowed(rope, super().tokens, self._tail.tokens))
 
     def select(self, index: Tensor) -> None:
         super().select(index)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import abc
 import enum
-from collections.abc import Mapping
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -13,7 +12,6 @@ from torch import Tensor
 
 from kvq.cache.layer import KVCacheLayer
 from kvq.cache.observe import Attended
-from kvq.cache.serialize import Field, Reader
 from kvq.cache.side import CacheSide
 from kvq.codecs import Growable
 from kvq.codecs.quantizers import choice
@@ -32,10 +30,7 @@ class AttendedLayer(KVCacheLayer):
 
     setting: str
     no_padding_reason = "goes by attention, in which padding takes part"
-    saved: ClassVar[Mapping[str, Field]] = {
-        **KVCacheLayer.saved,
-        "_received": Field("tensor", "batch heads tokens", "float"),
-    }
+    saved = (*KVCacheLayer.saved, "_received")
     _received: Float[Tensor, "batch kv_heads tokens"] | None = None
 
     def _add(self, received: Float[Tensor, "batch kv_heads tokens"], kept: float = 1.0) -> None:
@@ -44,17 +39,6 @@ class AttendedLayer(KVCacheLayer):
             new = received.shape[-1] - self._received.shape[-1]
             received = received + kept * torch.nn.functional.pad(self._received, (0, new))
         self._received = received
-
-    @property
-    def _summed(self) -> int:
-        """How many tokens have a sum: those in full precision; tokens that are evicted or packed have none."""
-        return self.key.residual_tokens
-
-    def read(self, given: Reader) -> None:
-        super().read(given)
-        summed = self._summed
-        if self._received is not None and self._received.shape[-1] != summed:
-            raise given.error(f"_received is of {self._received.shape[-1]} tokens; the method has sums of {summed}")
 
     def reset(self) -> None:
         super().reset()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -13,7 +13,6 @@ from torch import Tensor
 
 from kvq.cache.chunk_masks import Transitions
 from kvq.cache.packed import PackedSide, packed_side
-from kvq.cache.serialize import Field, Reader
 from kvq.cache.side import CacheSide, States
 from kvq.codecs import Codec, Growable
 from kvq.codecs.packed import grown
@@ -32,7 +31,7 @@ class SinkSide(CacheSide):
 
     version: ClassVar[int] = 1
     drops: ClassVar[bool] = False
-    saved: ClassVar[Mapping[str, Field]] = {**CacheSide.saved, "_first": Field("rows", "batch heads tokens head_dim")}
+    saved = (*CacheSide.saved, "_first")
 
     def __init__(
         self, codec: Codec | None, residual: ResidualSide, label: str, keep_decoded: bool = False, sinks: int = 0
@@ -120,12 +119,6 @@ class SinkSide(CacheSide):
             return states
         return self._first.view if states is None else torch.cat([self._first.view, states], 2)
 
-    def _check_read(self, given: Reader, packed: int) -> None:
-        others = packed + self.residual_tokens
-        if self.sink_tokens > self.most_sinks or (others and self.sink_tokens < self.most_sinks):
-            raise given.error(f"{self.sink_tokens} sinks before {others} tokens; the method keeps {self.most_sinks}")
-        super()._check_read(given, packed)
-
     def check_finite(self) -> None:
         if self._first is not None:
             self._check_finite(self._first.view)
@@ -179,12 +172,7 @@ class KeptRows(CacheSide):
 
     missing: ClassVar[str]
     drops: ClassVar[bool] = False
-    saved: ClassVar[Mapping[str, Field]] = {
-        **CacheSide.saved,
-        "_chosen": Field("tensor", "batch tokens", torch.bool),
-        "_at": Field("tensor", "2 kept", torch.int64),
-        "_rows": Field("rows", "heads kept head_dim"),
-    }
+    saved = (*CacheSide.saved, "_chosen", "_at", "_rows")
 
     def reset(self) -> None:
         super().reset()
@@ -206,18 +194,6 @@ class KeptRows(CacheSide):
         if self._rows is None or self._at is None:
             return super().packed_bytes
         return super().packed_bytes + self._rows.view.nbytes + self._at.shape[1] * _POSITION_BYTES
-
-    def _check_read(self, given: Reader, packed: int) -> None:
-        super()._check_read(given, packed)
-        batch = self.batch_size
-        if self._chosen is None or self._chosen.shape != (batch, packed + self.residual_tokens):
-            raise given.error("_chosen does not say of every token whether it is kept")
-        kept = self._chosen[:, :packed]
-        at = kept.new_zeros(2, 0, dtype=torch.int64) if self._at is None else self._at
-        rows = 0 if self._rows is None else self._rows.rows
-        inside = at.shape[0] == 2 and bool((at >= 0).all() and (at[0] < batch).all() and (at[1] < packed).all())
-        if not inside or at.shape[1] != rows or rows != int(kept.sum()) or not bool(kept[at[0], at[1]].all()):
-            raise given.error("_at does not name the packed tokens that are kept")
 
     def append_then_steps(self, states: States, head: int, quantized_prefill: bool) -> tuple[States, States | None]:
         self._check_noted(states)

@@ -7,7 +7,7 @@ receive.
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any, ClassVar
 
 import torch
@@ -17,7 +17,6 @@ from torch import Tensor
 from kvq.cache.chunk_masks import Transitions
 from kvq.cache.layer import KVCacheLayer
 from kvq.cache.observe import Attended
-from kvq.cache.serialize import Field, Reader
 from kvq.cache.side import CacheSide, States
 from kvq.codecs import Growable
 from kvq.codecs.quantizers import choice
@@ -163,7 +162,7 @@ class PoolSide(CacheSide):
     `leader`: the side whose choice this one takes (values: that of the keys); None: this side chooses.
     """
 
-    saved: ClassVar[Mapping[str, Field]] = {**CacheSide.saved, "pooled": Field("count")}
+    saved = (*CacheSide.saved, "pooled")
 
     def __init__(self, like: CacheSide, pool: int, leader: PoolSide | None = None) -> None:
         self.pool, self.leader = pool, leader
@@ -206,11 +205,6 @@ class PoolSide(CacheSide):
         self._full = Growable(torch.cat([pool, states[:, :, end:]], 2))
         self.pooled = self.pool
         return None
-
-    def _check_read(self, given: Reader, packed: int) -> None:
-        super()._check_read(given, packed)
-        if self.pooled != (self.pool if packed else 0) or self.pooled > self.residual_tokens:
-            raise given.error(f"pooled is {self.pooled}; the method keeps {self.pool} once tokens are packed")
 
     def check_crop(self, remove: int) -> None:
         super().check_crop(remove + self.pooled if remove else 0)

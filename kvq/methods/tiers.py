@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from kvq.cache.layer import KVCacheLayer
 from kvq.cache.observe import Attended
-from kvq.cache.serialize import Field, Reader, Writer
+from kvq.cache.serialize import Reader
 from kvq.cache.store import BlockStore, Recompression
 from kvq.codecs import BlockRun, Codec, Growable, Packed, TokenTiers, pack, unpack
 from kvq.codecs.packed import by_token, together
@@ -86,13 +86,7 @@ class TierStore(BlockStore):
         energy: sum of squares of these tokens before.
     """
 
-    saved: ClassVar[Mapping[str, Field]] = {
-        "_tokens": Field("count"),
-        "moves": Field("count"),
-        "lost": Field("number"),
-        "energy": Field("number"),
-    }
-    """State of a store that a file holds, besides its tiers and lists."""
+    saved = ("_tokens", "moves", "lost", "energy", "_index", "_lists", "_like")
 
     def __init__(self, codec: Codec, keep_decoded: bool) -> None:
         super().__init__(codec, keep_decoded)
@@ -177,40 +171,9 @@ class TierStore(BlockStore):
                 out[tiers == number] = codec.decode(held)[0, 0]
         return out
 
-    def write(self, out: Writer) -> None:
-        if self._index is None:
-            return
-        inner = out.part("tiers")
-        inner.fields(self, self.saved)
-        inner.tensor("index", self._index)
-        for number, held in enumerate(self._lists):
-            if held is not None:
-                inner.packed(f"tier{number}", held)
-
-    def read(self, given: Reader) -> None:
-        if "tiers" not in given.tree:
-            return
-        inner = given.part("tiers")
-        inner.fields(self, self.saved)
-        rows = -(-self._tokens * TIER_BITS // 8)
-        self._index = inner.tensor("index", Field("tensor", f"batch heads {rows} 1", torch.uint8))
-        if self._index is None or not self._tokens:
-            raise inner.error("it has no tiers")
-        self._like = torch.empty(0, inner.sizes["head_dim"], dtype=inner.dtype, device=inner.device)
-        # A list is as one head of one sequence, and has tokens of all of them.
-        inner.sizes |= {"most_tokens": self.tiers.numel(), "batch": 1, "heads": 1}
-        self._lists = tuple(inner.packed(f"tier{number}", codec) for number, codec in enumerate(self._codecs))
-        inner.finish()
-        wanted = self.tiers.flatten().bincount(minlength=len(self._codecs)).tolist()
-        found = [0 if held is None else held.tokens for held in self._lists]
-        if found != wanted or any(len(held.runs) != 1 or held.runs[0].count != 1 for held in self.packed):
-            raise inner.error(f"its lists have {found} tokens, its tiers {wanted}")
-
-    def check_read(self, given: Reader, rope: Rope | None) -> None:
-        for codec, held in zip(self._codecs, self._lists, strict=True):
-            if held is not None:
-                given.decoded(held, codec, None)
-        self._decoded = Growable(self.past(None)) if self.keep_decoded else None
+    def read(self, given: Reader, rope: Rope | None) -> None:
+        super().read(given, rope)
+        self._decoded = Growable(self.past(None)) if self.keep_decoded and self.tokens else None
 
     def select(self, index: Tensor) -> None:
         assert self._like is not None
@@ -296,20 +259,6 @@ class TierLayer(PlannedLayer):
                 )
         super().__init__(key, value, False)
         self.policy = policy
-
-    @property
-    def _summed(self) -> int:
-        return self.key.tokens
-
-    def read(self, given: Reader) -> None:
-        super().read(given)
-        assert isinstance(self.key, TierSide)
-        assert isinstance(self.value, TierSide)
-        if self.key.tokens and self._received is None:
-            raise given.error("_received is missing")
-        packed = self.key.packed_tokens
-        if self.value.packed_tokens != packed or (packed and not self.key.store.tiers.equal(self.value.store.tiers)):
-            raise given.error("keys and values have other tiers")
 
     def observe(self, attended: Attended) -> None:
         decay = self.policy.decay

@@ -136,6 +136,8 @@ class JoinedStates:
 class LayerShare(BlockStore):
     """One layer's part of the packed tokens of all layers; bytes and stored parts are the first layer's."""
 
+    saved = ("_tokens",)
+
     def __init__(self, joined: JoinedStates, place: int) -> None:
         self.joined, self.place = joined, place
         self._tokens = 0
@@ -165,30 +167,18 @@ class LayerShare(BlockStore):
         return self.joined.of(self.place, 0, self._tokens, rope)
 
     def write(self, out: Writer) -> None:
-        out.tree["joined"] = self._tokens
+        super().write(out)
         if self._held is not None:
-            self._held.write(out)
+            self._held.write(out.part("joined"))
 
-    def read(self, given: Reader) -> None:
-        self._tokens = given.count("joined") if "joined" in given.tree else 0
-        if self.place:
-            if self._tokens != (0 if self.joined.store is None else self.joined.store.tokens):
-                raise given.error(f"joined is {self._tokens}; the first layer holds another number of packed tokens")
-            return
-        self.joined.reset()
-        if self._tokens:
+    def read(self, given: Reader, rope: Rope | None) -> None:
+        given.fields(self, self.saved)
+        if "joined" in given.tree:
+            self.joined.reset()
             first = self.joined.sides[0]
             assert first.codec is not None
-            heads, self.joined.store = given.sizes["heads"], first.new_store(first.codec)
-            given.sizes["heads"] = heads * len(self.joined.sides)
-            self.joined.store.read(given)
-            given.sizes["heads"] = heads
-            if self.joined.store.tokens != self._tokens:
-                raise given.error(f"joined is {self._tokens}; its blocks hold {self.joined.store.tokens} tokens")
-
-    def check_read(self, given: Reader, rope: Rope | None) -> None:
-        if self._held is not None:
-            self._held.check_read(given, rope)
+            self.joined.store = first.new_store(first.codec)
+            self.joined.store.read(given.part("joined"), rope)
 
     def fork(self) -> LayerShare:
         return copy.copy(self)  # `link` follows
