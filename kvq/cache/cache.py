@@ -13,21 +13,21 @@ from torch import Tensor, nn
 from kvq.cache import files
 from kvq.cache.chunk_masks import SourceColumns
 from kvq.cache.contents import NO_CROP, placed, states_of
-from kvq.cache.expansion import Expansion, expansions
+from kvq.cache.expansion import expansions
 from kvq.cache.hooks import (
     WatchfulCache,
     check_distances,
     check_window,
     layer_number,
-    says_candidates,
+    signature,
     unmasked,
     watch,
 )
 from kvq.cache.layer import Layer
 from kvq.cache.observe import Attended
-from kvq.cache.packed import check_replaceable, use_packed_attention
+from kvq.cache.packed import use_packed_attention
 from kvq.cache.padded import PaddableCache
-from kvq.cache.rotary import RopeTable, angles, styles_of_whole
+from kvq.cache.rotary import RopeTable, angles, styles_of
 from kvq.codecs.torch_state import isolated
 from kvq.config.run import Mla
 from kvq.errors import ConfigError, Unsupported
@@ -55,16 +55,9 @@ class GivesLayers(Protocol):
         """
 
 
-def _unwrapped(model: nn.Module | LoadedModel, dtype: torch.dtype | None) -> tuple[nn.Module, torch.dtype | None]:
-    """The transformers model itself, and the dtype of its cache: the given one, else that of a `LoadedModel`."""
-    if isinstance(model, LoadedModel):
-        return model.model, model.cache_dtype if dtype is None else dtype
-    return unwrapped(model), dtype
-
-
 def _no_crop(model: nn.Module, attentions: list[nn.Module]) -> str | None:
     """The reason why `crop` cannot undo a forward of this model exactly; None: it can."""
-    if not says_candidates(model):
+    if "logits_to_keep" not in signature(type(model).forward).parameters:
         return f"model: {type(model).__name__} is not told which tokens are candidates (it takes no logits_to_keep)"
     reason = next(filter(None, map(unmasked, attentions)), None)
     return None if reason is None else f"model: {reason}"
@@ -109,9 +102,12 @@ class KVCache(PaddableCache, WatchfulCache):
             raise ConfigError(f"attention={attention}: one of {', '.join(ATTENTIONS)}")
         if attention == "packed" and keep_decoded:
             raise ConfigError("attention=packed: reads codes; keep_decoded=true is for attention=dense")
-        module, dtype = _unwrapped(model, dtype)
+        if isinstance(model, LoadedModel):
+            module, dtype = model.model, model.cache_dtype if dtype is None else dtype
+        else:
+            module = unwrapped(model)
         stacks, watched = watch(module)
-        config = module.config.get_text_config(decoder=True)  # type: ignore[union-attr, operator]
+        config = module.config.get_text_config(decoder=True)
         packed = attention == "packed"
         mla = getattr(method, "mla", Mla.latent)
         held = kv_layers_of(config, mla)
@@ -120,7 +116,6 @@ class KVCache(PaddableCache, WatchfulCache):
         if packed:
             if getattr(config, "kv_lora_rank", None):
                 raise Unsupported("attention=packed: the model expands the latent that it caches before it attends")
-            check_replaceable(module)
             use_packed_attention(module)
         self.method: Any = method
         self.dtype = dtype
@@ -139,7 +134,7 @@ class KVCache(PaddableCache, WatchfulCache):
         self._tables: list[RopeTable] = []
         self._groups: list[int] = []
         if any(side.uses_rope for side in self._sides()):
-            styles = styles_of_whole(module)
+            styles = styles_of(module)
             self._groups = [group for _, group in styles]
             self._tables = [
                 RopeTable(style) for group, style in sorted({group: style for style, group in styles}.items())
@@ -159,21 +154,23 @@ class KVCache(PaddableCache, WatchfulCache):
             Unsupported: states of an attention that no forward announced (`before_attention`).
         """
         self.check_attending(layer_idx)
-        if (expansion := self._expansion(layer_idx)) is not None:
+        held = self._expansions.get(layer_idx)
+        if held is not None and (expansion := held()) is not None:
             keys, values = expansion.of(key_states, value_states)
             expansion.put(self._update(keys, values, layer_idx, *args, **kwargs))
             return key_states, value_states  # which the model hands to the expansion
         return self._update(key_states, value_states, layer_idx, *args, **kwargs)
 
-    def _expansion(self, index: int) -> Expansion | None:
-        held = self._expansions.get(index)
-        return None if held is None else held()
-
     @isolated(gradients=True)
     def _update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Any, Any]:
-        self._check_dims(key_states, layer_idx)
+        known = self._held[layer_idx][1].head_dim if layer_idx in self._held else None
+        if known != key_states.shape[3]:
+            raise Unsupported(
+                f"model: layer {layer_idx} caches keys of {key_states.shape[3]} channels per head; its configuration "
+                f"says {known}"
+            )
         if self.dtype is None:
             return super().update(key_states, value_states, layer_idx, *args, **kwargs)
         stored = key_states.to(self.dtype), value_states.to(self.dtype)
@@ -181,13 +178,6 @@ class KVCache(PaddableCache, WatchfulCache):
         # Attention on codes computes in the query's dtype by itself.
         keys, values = (part.to(key_states.dtype) if isinstance(part, Tensor) else part for part in read)
         return keys, values
-
-    def _check_dims(self, keys: Tensor, index: int) -> None:
-        known = self._held[index][1].head_dim if index in self._held else None
-        if known != keys.shape[3]:
-            raise Unsupported(
-                f"model: layer {index} caches keys of {keys.shape[3]} channels per head; its configuration says {known}"
-            )
 
     @property
     def token_by_token(self) -> bool:
@@ -209,8 +199,8 @@ class KVCache(PaddableCache, WatchfulCache):
             # It reads the keys and values of an earlier layer with the same window.
             return self._columns.get(self._windows[index], self._columns.get(None))
         layer, seen = self._layer(index), self._layer(index).get_seq_length()
-        if self.recording:
-            self._expect(layer, tokens)
+        if self.recording and self._candidates is not None:
+            layer.expect(tokens - 1 if layer.token_by_token else min(self._candidates, tokens - 1))
         if layer.window is not None:
             check_window(module, arguments, layer.get_mask_sizes(tokens)[0], layer.window)
         if not layer.keeps_order:
@@ -253,10 +243,6 @@ class KVCache(PaddableCache, WatchfulCache):
         self.recording = on
         for layer in self.kv_layers:
             layer.record(on)
-
-    def _expect(self, layer: Layer, tokens: int) -> None:
-        if self._candidates is not None:
-            layer.expect(tokens - 1 if layer.token_by_token else min(self._candidates, tokens - 1))
 
     def _count_candidates(self, logits_to_keep: Any) -> None:
         told = logits_to_keep if type(logits_to_keep) is int and logits_to_keep > 0 else None

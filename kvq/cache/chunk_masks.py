@@ -111,7 +111,12 @@ def columns_of(
     """
     never = queries
     keys, values = moves
-    key_at, value_at = (_first_decoded(side, tokens, never) for side in moves)
+    key_at, value_at = (
+        torch.full((tokens,), never),
+        torch.full((tokens,), never),
+    )  # the first query that reads it decoded
+    for at, side in ((key_at, keys), (value_at, values)):
+        at[side.start : side.start + len(side.queries)] = torch.tensor(side.queries, dtype=torch.long)
     both = torch.maximum(key_at, value_at)
     # From the earlier of its two departures (key, value) on, a token is read as a second copy, from the later on as a
     # third.
@@ -136,9 +141,3 @@ def columns_of(
 def _picks(copies: Tensor, moved: Tensor, start: int, device: torch.device) -> CopySources:
     still, gone = torch.nonzero(~moved).flatten(), torch.nonzero(moved).flatten()
     return CopySources(*(index.to(device) for index in (still, copies[still], gone, copies[gone] - start)))
-
-
-def _first_decoded(moves: Transitions, tokens: int, never: int) -> Int[Tensor, " tokens"]:
-    at = torch.full((tokens,), never)
-    at[moves.start : moves.start + len(moves.queries)] = torch.tensor(moves.queries, dtype=torch.long)
-    return at

@@ -211,17 +211,8 @@ SHARED = (Codec, nn.Module, Enum, type)
 """What caches share: constants of a method and weights, which no token makes larger."""
 
 
-def allocated_bytes(root: Any, *beside: Any) -> int:
-    """Bytes of the storage of all tensors that `root` holds, including room that is not filled yet.
-
-    Args:
-        beside: what it holds and what does not count, such as its method.
-    """
-    storages = (tensor.untyped_storage() for tensor in _tensors(root, {id(one) for one in beside}))
-    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
-
-
 def _tensors(held: Any, seen: set[int]) -> Iterator[Tensor]:
+    """All tensors that something holds, but for what was `seen`, by its id."""
     if id(held) in seen or isinstance(held, SHARED):
         return
     seen.add(id(held))
@@ -299,7 +290,8 @@ class CountedCache(StatefulCache, abc.ABC):
         of rotary embeddings that codecs undo; attention scores of tokens; and the last update, where `crop` can undo
         it. Constants of a method are shared by its caches and not counted.
         """
-        return allocated_bytes(self, self.method)
+        storages = (tensor.untyped_storage() for tensor in _tensors(self, {id(self.method)}))
+        return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
     @property
     def bits_per_element(self) -> float:

@@ -75,23 +75,22 @@ class WatchfulCache(Cache, abc.ABC):
 
     def attend(self, index: int) -> None:
         """Expect states of a layer, within a forward that was entered. Raises: Unsupported: there is none."""
-        if self._stack is None:
-            raise self._unannounced()
+        self._check_announced(self._stack is not None)
         self._attending = index
 
     def check_attending(self, index: int) -> None:
         """Raise `Unsupported` for states of a layer whose attention was not announced."""
         attending, self._attending = self._attending, None
-        if attending != index:
-            raise self._unannounced()
+        self._check_announced(attending == index)
 
-    def _unannounced(self) -> Unsupported:
-        built = self._model()
-        name = "a model that is gone" if built is None else type(built).__name__
-        return Unsupported(
-            f"KVCache: built for {name}, but what runs announces neither tokens nor padding to it (another model, a "
-            "copy, `forward` called past its hooks); build it for the model that runs: kvq.KVCache(model, method)"
-        )
+    def _check_announced(self, announced: bool) -> None:
+        if not announced:
+            built = self._model()
+            name = "a model that is gone" if built is None else type(built).__name__
+            raise Unsupported(
+                f"KVCache: built for {name}, but what runs announces neither tokens nor padding to it (another model, "
+                "a copy, `forward` called past its hooks); build it for the model that runs: kvq.KVCache(model, method)"
+            )
 
     @abc.abstractmethod
     def before_attention(self, module: nn.Module, arguments: dict[str, Any], hidden: Tensor) -> SourceColumns | None:
@@ -155,13 +154,18 @@ def stacks(model: nn.Module) -> list[nn.Module]:
 
     Those that take the tokens of an encoder as well are left out: `attention_mask` is not that of the cache.
     """
-    return [module for module in model.modules() if _is_stack(type(module))]
+    wanted = _TOKEN_NAMES, _CACHE_NAMES, ("attention_mask",)
+    return [
+        module
+        for module in model.modules()
+        if _takes(module, *wanted) and "decoder_input_ids" not in signature(type(module).forward).parameters
+    ]
 
 
-def _is_stack(kind: Any) -> bool:
-    names = _signature(kind.forward).parameters
-    takes = (any(name in names for name in group) for group in (_TOKEN_NAMES, _CACHE_NAMES))
-    return all(takes) and "attention_mask" in names and "decoder_input_ids" not in names
+def _takes(module: nn.Module, *groups: Sequence[str]) -> bool:
+    """Whether a module takes an argument of each group of names."""
+    names = signature(type(module).forward).parameters
+    return all(any(name in names for name in group) for group in groups)
 
 
 def attentions(model: nn.Module) -> list[nn.Module]:
@@ -173,29 +177,24 @@ def attentions(model: nn.Module) -> list[nn.Module]:
         module: None  # in the order of the model
         for module in model.modules()
         if layer_of(module) is not None
-        and _takes_cache(type(module))
+        and _takes(module, _MASK_NAMES, _CACHE_NAMES, ("hidden_states",))
         and not any(isinstance(part, nn.Conv1d) for part in module.modules())
     }
     return [module for module in candidates if not any(part in candidates for part in list(module.modules())[1:])]
 
 
 @functools.cache
-def _signature(forward: Callable[..., Any]) -> inspect.Signature:
+def signature(forward: Callable[..., Any]) -> inspect.Signature:
+    """The arguments that a module's `forward` takes."""
     return inspect.signature(forward)
-
-
-def _takes_cache(kind: Any) -> bool:
-    names = _signature(kind.forward).parameters
-    takes = (any(name in names for name in group) for group in (_MASK_NAMES, _CACHE_NAMES))
-    return "hidden_states" in names and all(takes)
 
 
 def named_arguments(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
     """The arguments of a call of `module`, by name."""
-    signature = _signature(type(module).forward)
-    bound = signature.bind(module, *args, **kwargs).arguments
+    taken = signature(type(module).forward)
+    bound = taken.bind(module, *args, **kwargs).arguments
     del bound["self"]
-    for parameter in signature.parameters.values():
+    for parameter in taken.parameters.values():
         if parameter.kind is parameter.VAR_KEYWORD:
             bound |= bound.pop(parameter.name, {})
     return bound
@@ -288,11 +287,6 @@ def unmasked(module: nn.Module) -> str | None:
         f"attention {way} takes no mask, which several tokens at once need where each reads what it would alone "
         f"(residual=sliding, assisted generation); load the model with attn_implementation={' or '.join(_MASKED[:2])}"
     )
-
-
-def says_candidates(model: nn.Module) -> bool:
-    """Whether the model takes `logits_to_keep`, which tells candidates from the prompt before them."""
-    return "logits_to_keep" in _signature(type(model).forward).parameters
 
 
 def _adds_bias(module: nn.Module, arguments: dict[str, Any]) -> bool:

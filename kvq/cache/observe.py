@@ -58,6 +58,15 @@ def hook_interface(module: nn.Module, see: See) -> Callable[[], None]:
     return lambda: setattr(source, INTERFACE, functions)
 
 
+def scaling_of(module: nn.Module, query: Tensor, given: dict[str, Any], *unknown: str) -> float:
+    """What an attention multiplies logits with; `Unsupported` where it does more, as `unknown` arguments would."""
+    for name in ("s_aux", "position_bias", *unknown):
+        if given.get(name) is not None:
+            raise Unsupported(f"model: {type(module).__name__} attends with {name}, which kvq does not follow")
+    scaling = given.get("scaling")
+    return query.shape[-1] ** -0.5 if scaling is None else float(scaling)
+
+
 @dataclass(frozen=True)
 class Attended:
     """Queries of one forward of a layer and the keys they read, newest last.
@@ -74,12 +83,7 @@ class Attended:
     @classmethod
     def of(cls, module: nn.Module, query: Tensor, key: Tensor, given: dict[str, Any]) -> Attended:
         """From the arguments of an attention function."""
-        for name in ("s_aux", "position_bias"):
-            if given.get(name) is not None:
-                raise Unsupported(f"model: {type(module).__name__} attends with {name}, which kvq does not follow")
-        scaling = given.get("scaling")
-        scaling = 1 / math.sqrt(query.shape[-1]) if scaling is None else float(scaling)
-        return cls(query, key, given.get("attention_mask"), scaling, given.get("softcap"))
+        return cls(query, key, given.get("attention_mask"), scaling_of(module, query, given), given.get("softcap"))
 
     def weights(self, rows: Tensor) -> Float[Tensor, "batch kv_heads shared rows tokens"]:
         """Attention weights of some queries (by index, from 0), the query heads of a KV head side by side."""

@@ -23,6 +23,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from kvq.cache.hooks import attentions
 from kvq.cache.joined import JoinedLayer
 from kvq.cache.layer import KVCacheLayer
+from kvq.cache.observe import scaling_of
 from kvq.cache.side import CacheSide
 from kvq.cache.store import narrowed
 from kvq.codecs import Codec
@@ -60,11 +61,7 @@ class PackedKeys(SelfAttending):
     def attend(
         self, module: nn.Module, query: Tensor, values: Any, mask: Tensor | None, given: dict[str, Any]
     ) -> Float[Tensor, "batch one heads dim"]:
-        for name in ("s_aux", "position_bias", "alibi"):
-            if given.get(name) is not None:
-                raise Unsupported(f"cache.attention=packed: {type(module).__name__} hands over {name}")
-        scaling = given.get("scaling")
-        scaling = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
+        scaling = scaling_of(module, query, given, "alibi")
         first = self.hidden + first_seen(mask, self.states.tokens - self.hidden, given.get("sliding_window"))
         out = attend(query, self.states, values, scaling, first, given.get("softcap"))
         return out.transpose(1, 2).contiguous()
@@ -150,6 +147,7 @@ def check_replaceable(model: nn.Module) -> None:
 
 def use_packed_attention(model: nn.Module) -> None:
     """Switch a model to attention functions that also read packed codes; for other caches nothing changes."""
+    check_replaceable(model)
     for name in ORIGINALS:
         if PREFIX + name not in ALL_ATTENTION_FUNCTIONS:
             AttentionInterface.register(PREFIX + name, _function(name))
@@ -258,7 +256,6 @@ class PreallocatedCache(Cache):
     """The full-precision reference for timings: room for `room` tokens in every layer, in the dtype of the model."""
 
     def __init__(self, model: nn.Module, room: int) -> None:
-        check_replaceable(model)
         use_packed_attention(model)
         config = model.config.get_text_config()  # type: ignore[union-attr, operator]
         if state_layers_of(config):

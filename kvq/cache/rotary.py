@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import enum
 import weakref
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from jaxtyping import Float
@@ -24,40 +23,32 @@ _TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-6, torch.bfloat16: 2e-2, to
 """Largest difference relative to the largest key; RoPE tables have the dtype of the model."""
 
 
-class AngleColumns(enum.Enum):
-    """Which columns of the `r`-column table that an attention receives hold the angle of each channel pair."""
-
-    first_half = "first_half"
-    even = "even"
-    every = "every"
-
-
 @dataclass(frozen=True)
 class Style:
-    """How keys are rotated: which columns hold the angles, and whether a pair is two neighbouring channels (GPT-J)."""
+    """How keys are rotated.
 
-    columns: AngleColumns
+    `columns`: those of the table which an attention receives that hold the angle of each channel pair; `interleaved`:
+    a pair is two neighbouring channels (GPT-J).
+    """
+
+    columns: Literal["first_half", "even", "every"]
     interleaved: bool
 
     def rope(self, cos: Float[Tensor, "rows tokens columns"], sin: Float[Tensor, "rows tokens columns"]) -> Rope:
         """Pure rotations; a factor on attention (yarn, longrope) stays in the keys."""
         pairs = cos.shape[-1] // 2
-        pick = {
-            AngleColumns.first_half: slice(0, pairs),
-            AngleColumns.even: slice(0, None, 2),
-            AngleColumns.every: slice(None),
-        }[self.columns]
+        pick = {"first_half": slice(0, pairs), "even": slice(0, None, 2), "every": slice(None)}[self.columns]
         cos, sin = (part[..., pick].to(torch.promote_types(part.dtype, torch.float32)) for part in (cos, sin))
         size = torch.hypot(cos, sin)
         return Rope(cos / size, sin / size, self.interleaved)
 
 
 STYLES = (
-    Style(AngleColumns.first_half, False),  # Llama and most others
-    Style(AngleColumns.even, True),  # Cohere
-    Style(AngleColumns.first_half, True),  # GLM-4
-    Style(AngleColumns.every, False),  # gpt-oss
-    Style(AngleColumns.every, True),  # GPT-J
+    Style("first_half", False),  # Llama and most others
+    Style("even", True),  # Cohere
+    Style("first_half", True),  # GLM-4
+    Style("every", False),  # gpt-oss
+    Style("every", True),  # GPT-J
 )
 
 
@@ -156,19 +147,14 @@ def styles_of(model: nn.Module) -> list[tuple[Style | None, int]]:
     RoPE does nothing; the style whose inverse maps the first keys to these is the layer's. None: no rotary embedding.
     """
     if model not in _PROBED:
-        _PROBED[model] = _probe(model)
+        try:
+            _PROBED[model] = _probe(model)
+        except Unsupported:
+            for name, weight in model.named_parameters():
+                if not bool(torch.isfinite(weight).all()):
+                    raise DataError(f"model: its weights {name} hold NaN or infinite numbers") from None
+            raise
     return _PROBED[model]
-
-
-def styles_of_whole(model: nn.Module) -> list[tuple[Style | None, int]]:
-    """`styles_of`. Non-finite weights make the probe fail; then the error names the weights instead."""
-    try:
-        return styles_of(model)
-    except Unsupported:
-        for name, weight in model.named_parameters():
-            if not bool(torch.isfinite(weight).all()):
-                raise DataError(f"model: its weights {name} hold NaN or infinite numbers") from None
-        raise
 
 
 @torch.no_grad()

@@ -66,12 +66,8 @@ class BlockStore:
         `rope` covers the tokens held and the new ones, from the first on.
         """
         rope = narrowed(rope, self.tokens, states.shape[2])
-        codec = self._codec_now
+        codec = self.codec.for_later_tokens(None if self._store is None else self._store.packed)
         return self._seal(codec, codec.encode(states, block, rope), rope, decoded)
-
-    @property
-    def _codec_now(self) -> Codec:
-        return self.codec.for_later_tokens(None if self._store is None else self._store.packed)
 
     def _seal(self, codec: Codec, packed: Packed, rope: Rope | None, decoded: bool) -> States | None:
         if self._store is None:

@@ -113,10 +113,6 @@ def _file_rows(path: Path, field: str) -> tuple[str, ...]:
         raise DataError(f"dataset.path={path}: cannot be read: {first_line(error)}") from error
 
 
-def _text(path: Path, _field: str) -> tuple[str, ...]:
-    return (read_text(path),)
-
-
 def read_text(path: Path) -> str:
     """The text of a UTF-8 file, with or without a byte order mark, whose lines end in a newline."""
     return _decoded(path.read_bytes()).replace("\r\n", "\n").replace("\r", "\n")
@@ -129,7 +125,16 @@ def _decoded(data: bytes) -> str:
 
 
 def _json(path: Path, field: str) -> tuple[str, ...]:
-    return tuple(_text_of(record, field, f"row {row} of {path}") for row, record in enumerate(json_records(path), 1))
+    texts = []
+    for row, record in enumerate(json_records(path), 1):
+        where = f"row {row} of {path}"
+        if isinstance(record, dict):
+            _check_field(record, field, where)
+            record = record[field]
+        elif not isinstance(record, str):
+            raise DataError(f"dataset.path: {where} is {type(record).__name__}, not an object with {field!r}")
+        texts.append(_checked(record, field, where))
+    return tuple(texts)
 
 
 def json_records(path: Path) -> list[Any]:
@@ -170,8 +175,8 @@ _READERS: dict[str, Callable[[Path, str], tuple[str, ...]]] = {
     ".json": _json,
     ".parquet": _parquet,
     ".arrow": _arrow,
-    ".txt": _text,
-    ".md": _text,
+    ".txt": lambda path, _: (read_text(path),),
+    ".md": lambda path, _: (read_text(path),),
 }
 
 
@@ -191,15 +196,6 @@ def _column(table: Any, field: str, where: str) -> tuple[str, ...]:
     values = table[field]
     texts = values.to_pylist() if hasattr(values, "to_pylist") else list(values)
     return tuple(_checked(text, field, f"row {row} of {where}") for row, text in enumerate(texts, 1))
-
-
-def _text_of(record: Any, field: str, where: str) -> str:
-    if isinstance(record, str):
-        return _checked(record, field, where)
-    if not isinstance(record, dict):
-        raise DataError(f"dataset.path: {where} is {type(record).__name__}, not an object with {field!r}")
-    _check_field(record, field, where)
-    return _checked(record[field], field, where)
 
 
 def _check_field(names: Iterable[str], field: str, where: str) -> None:

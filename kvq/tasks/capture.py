@@ -13,7 +13,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from kvq.cache.hooks import attentions, told_before
-from kvq.cache.observe import INTERFACE, hook_interface
+from kvq.cache.observe import INTERFACE, hook_interface, scaling_of
 from kvq.cache.rotary import angles, styles_of
 from kvq.codecs import Rope
 from kvq.config.diagnostics import CaptureConfig
@@ -73,7 +73,8 @@ def capture(
         seen.add(index)
         style, table = styles[index][0], tables.get(index)
         rope = None if style is None or table is None else style.rope(table[0][:1], table[1][:1])
-        visit(LayerStates(index, query, key, value, _attention_of(module, query, given), rope))
+        rule = AttentionRule(scaling_of(module, query, given), given.get("sliding_window"), given.get("softcap"))
+        visit(LayerStates(index, query, key, value, rule, rope))
 
     families = {type(module).__module__: module for module in modules}
     with ExitStack() as hooked:
@@ -87,18 +88,6 @@ def capture(
             f"model: {type(loaded.model).__name__} has attentions outside of transformers' attention interface, whose "
             "queries cannot be seen"
         )
-
-
-def _attention_of(module: Any, query: Tensor, given: dict[str, Any]) -> AttentionRule:
-    for name in ("s_aux", "position_bias"):
-        if given.get(name) is not None:
-            raise Unsupported(f"model: {type(module).__name__} attends with {name}, which diagnostics do not follow")
-    scaling = given.get("scaling")
-    return AttentionRule(
-        float(query.shape[-1] ** -0.5 if scaling is None else scaling),
-        given.get("sliding_window"),
-        given.get("softcap"),
-    )
 
 
 def windows_of(inputs: Inputs) -> list[Int[Tensor, " tokens"]]:

@@ -11,7 +11,6 @@ import math
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -58,13 +57,6 @@ def hadamard(x: States) -> States:
     return Hadamard().forward(x)[0]
 
 
-@lru_cache(maxsize=2)
-def _masses(device: torch.device) -> Float[Tensor, " bins"]:
-    edges = torch.linspace(LOW, HIGH, BINS + 1, dtype=torch.float64)
-    edges[0], edges[-1] = -torch.inf, torch.inf
-    return (0.5 * torch.special.erfc(-edges / math.sqrt(2))).diff().to(device)
-
-
 def channel_kl(x: Float[Tensor, "tokens channels"]) -> Float[Tensor, " channels"]:
     """KL of each channel's histogram to N(0, 1), in nats: 100 bins of width 0.1 on [-5, 5] against CDF differences.
 
@@ -73,8 +65,11 @@ def channel_kl(x: Float[Tensor, "tokens channels"]) -> Float[Tensor, " channels"
     index = ((x.double() - LOW) * (BINS / (HIGH - LOW))).floor().clamp(0, BINS - 1).long()
     offsets = torch.arange(x.shape[1], device=x.device) * BINS
     counts = torch.bincount((index + offsets).flatten(), minlength=BINS * x.shape[1]).view(-1, BINS)
+    edges = torch.linspace(LOW, HIGH, BINS + 1, dtype=torch.float64)
+    edges[0], edges[-1] = -torch.inf, torch.inf
+    normal = (0.5 * torch.special.erfc(-edges / math.sqrt(2))).diff().to(x.device)
     p = counts.double() / x.shape[0]
-    return torch.special.xlogy(p, p / _masses(x.device)).sum(1)
+    return torch.special.xlogy(p, p / normal).sum(1)
 
 
 def oracle(draws: int, samples: int = ORACLE_SAMPLES, seed: int = 0) -> float:
@@ -197,7 +192,11 @@ class Distributions:
             steps = {step: nsn(x, step, self.task.chunk) for step in STEPS}
             if side == "key":
                 steps = {step: _rotated_by_rope(layer, y, back=False) for step, y in steps.items()}
-            self._kl(place, steps)
+            for step, y in steps.items():
+                for turned, z in ((False, y), (True, hadamard(y))):
+                    for head in range(z.shape[1]):
+                        names = {**place, "head": head, "step": step, "hadamard": turned}
+                        self._note("kl", names, kl=float(channel_kl(z[0, head]).mean()))
             rotated = hadamard(steps["NSN"])
             self._vectors(place, rotated)
             if layer.index not in self._seen:
@@ -211,13 +210,6 @@ class Distributions:
 
     def _note(self, kind: str, names: Mapping[str, Any], **values: float) -> None:
         self._means[("kind", kind), *names.items()].append(values)
-
-    def _kl(self, place: Place, steps: dict[str, Tensor]) -> None:
-        for step, y in steps.items():
-            for rotated, z in ((False, y), (True, hadamard(y))):
-                for head in range(z.shape[1]):
-                    names = {**place, "head": head, "step": step, "hadamard": rotated}
-                    self._note("kl", names, kl=float(channel_kl(z[0, head]).mean()))
 
     def _vectors(self, place: Place, rotated: Tensor) -> None:
         for head, value in enumerate(correlation_in_groups(rotated).tolist()):

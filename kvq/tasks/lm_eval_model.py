@@ -163,11 +163,6 @@ class CacheLM(HFLM):
     def _of(self, request: Any) -> str:
         return "a rolling window" if request is None else self._asked.get(tuple(request), "a request")
 
-    def _score(self, cache: KVCache, logits: Logits, continuation: Tokens) -> list[Any]:
-        tokens = self.reader.tensor([continuation])
-        found, likeliest = self.reader.log_probs(cache.fork() if len(continuation) > 1 else cache, logits, tokens)
-        return [float(found.double().sum()), bool((likeliest == tokens).all())]
-
     def _score_all(
         self, context: Tokens, cache: KVCache, logits: Logits, options: Mapping[str, Tokens]
     ) -> list[dict[str, Any]]:
@@ -176,7 +171,9 @@ class CacheLM(HFLM):
         for key, continuation in options.items():
             spent = {"prompt_tokens": float(len(context))}
             with timed(spent, "decode", device=self.reader.loaded.device):
-                answer = self._score(cache, logits, continuation)
+                tokens, own = self.reader.tensor([continuation]), cache.fork() if len(continuation) > 1 else cache
+                found, likeliest = self.reader.log_probs(own, logits, tokens)
+                answer = [float(found.double().sum()), bool((likeliest == tokens).all())]
             rows.append({"item": key, "sample": {"answer": answer}, "cost": spent | stored})
             stored = {}
         return rows
@@ -191,7 +188,10 @@ class CacheLM(HFLM):
         self, contexts: Sequence[Tokens], rows: int | None
     ) -> Iterator[tuple[list[int], KVCache, Logits, dict[str, float]]]:
         """Batches of contexts: indices, the cache, the logits after each context, and the cost of reading one."""
-        reading = self._copied(contexts) if self.copies > 1 else read_in_batches(self.reader, contexts, rows)
+        reading = read_in_batches(self.reader, contexts, rows)
+        if self.copies > 1:  # each context as a batch of copies, of which the first counts
+            copied = ([context] * self.copies for context in contexts)
+            reading = (([index], *self.reader.begin_together(batch)) for index, batch in enumerate(copied))
         while True:
             before, cost = self.reader.tokens_read, dict[str, float]()
             with timed(cost, "prefill", device=self.reader.loaded.device):
@@ -202,12 +202,6 @@ class CacheLM(HFLM):
             cost["read_tokens"] = float(self.reader.tokens_read - before)
             each = {name: value / logits.shape[0] for name, value in cost.items()}
             yield batch, cache, logits, each
-
-    def _copied(self, contexts: Sequence[Tokens]) -> Iterator[tuple[list[int], KVCache, Logits]]:
-        """Each context as a batch of copies, of which the first counts."""
-        for index, context in enumerate(contexts):
-            cache, logits = self.reader.begin_together([context] * self.copies)
-            yield [index], cache, logits
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = True) -> list[str]:
         """Generate an answer to each request, greedily unless its settings ask for sampling.

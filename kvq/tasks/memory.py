@@ -23,7 +23,7 @@ from kvq.cache.window import in_common, outside
 from kvq.codecs import Codec, Packed, Rope
 from kvq.config.diagnostics import MemoryConfig
 from kvq.config.residual import Policy, PrefillBlock, ResidualSide, leaving
-from kvq.errors import ConfigError, Unsupported
+from kvq.errors import Unsupported
 from kvq.methods.method import Method
 from kvq.models.inputs import Inputs
 from kvq.models.shapes import CacheShape, LayerKind, cache_shape
@@ -157,13 +157,6 @@ def droppable(codec: Codec | None, residual: ResidualSide, tokens: int, wanted: 
     return 0 if block is None else wanted // block * block
 
 
-def _sides(kind: LayerKind, method: Method) -> dict[str, tuple[Codec | None, ResidualSide]]:
-    sides = {side: (getattr(method, side), getattr(method.residual, side)) for side in ("key", "value")}
-    if kind.window is None:
-        return sides
-    return {side: method.in_window(codec, residual) for side, (codec, residual) in sides.items()}
-
-
 @dataclass(frozen=True)
 class _StoredSide:
     """What one side of layers of a kind holds: `packed` encoded tokens; the first `dropped` tokens are forgotten."""
@@ -178,7 +171,10 @@ class _StoredSide:
 
 def _stored_sides(shape: CacheShape, method: Method, tokens: int) -> Iterator[_StoredSide]:
     for kind in shape.layers:
-        sides, gone = _sides(kind, method), outside(tokens, kind.window)
+        gone = outside(tokens, kind.window)
+        sides = {side: (getattr(method, side), getattr(method.residual, side)) for side in ("key", "value")}
+        if kind.window is not None:
+            sides = {side: method.in_window(codec, residual) for side, (codec, residual) in sides.items()}
         dropped = in_common(gone, [functools.partial(droppable, *side, tokens) for side in sides.values()])
         for side, (codec, residual) in sides.items():
             packed = 0 if codec is None else schedule(residual, codec, tokens)[0] - dropped
@@ -244,11 +240,7 @@ def check(inputs: Inputs, method: Method) -> None:
     for kind, side in itertools.product(shape.layers, ("key", "value")):
         if (codec := getattr(method, side)) is not None:
             codec.check(kind.dim(side))
-    longest = shape.context
-    if longest is not None and max(task.lengths) > longest:
-        raise ConfigError(
-            f"task.lengths={task.lengths}: model={inputs.config.model.name} takes at most {longest} tokens"
-        )
+    inputs.check_tokens(max(task.lengths), f"task.lengths={task.lengths}:")
 
 
 # Bytes depend on the model's shape, not on text.

@@ -6,7 +6,6 @@ same form, of which one is asked for; an answer is a hit, a wrong needle, a mixt
 
 from __future__ import annotations
 
-import enum
 import itertools
 import re
 from collections.abc import Sequence
@@ -17,7 +16,7 @@ import numpy as np
 
 from kvq.config.tasks import NiahConfig, NiahMode
 from kvq.data.text import Needle, TokenData, around_message, begun, draw_needles, encode, random_piece, retrieval_prompt
-from kvq.errors import ConfigError, DataError
+from kvq.errors import DataError
 from kvq.methods.method import Method
 from kvq.models.inputs import Inputs
 from kvq.results.files import Journal
@@ -30,6 +29,8 @@ from kvq.tasks.reader import Reader, answer_text, check_prefill
 # Added to the seed of the items' generator, so that no other use of the same seed draws the same numbers.
 _ITEMS_STREAM = 0x6E696168
 _RANDOM_STREAM = 0x72616E64
+OUTCOMES = ("hit", "wrong_needle", "bit_mixing", "other")
+"""What an answer can be."""
 RANDOM_STRINGS = 50
 """Random strings per item from which the rate of chance mixtures is estimated."""
 
@@ -100,11 +101,7 @@ def check(inputs: Inputs, method: Method) -> None:
     """Raise `ConfigError` for prompts longer than the model takes, `Unsupported` for a residual without order."""
     task: NiahConfig = inputs.config.task
     check_prefill(method, task.prefill)
-    longest = inputs.longest_context
-    if longest is not None and max(task.lengths) >= longest:
-        raise ConfigError(
-            f"task.lengths={task.lengths}: model={inputs.config.model.name} takes {longest} tokens, answer included"
-        )
+    inputs.check_tokens(max(task.lengths) + 1, f"task.lengths={task.lengths}:", " tokens, answer included")
 
 
 def measure(inputs: Inputs, method: Method, baseline: Baseline | None, journal: Journal) -> Measurement:
@@ -170,8 +167,8 @@ def ask(reader: Reader, inputs: Inputs, batch: Sequence[NiahItem]) -> list[Score
             "others": planted[1:],
             "answer": answer,
             "text": text,
-            "outcome": outcome.value,
-            "score": float(outcome is Outcome.hit),
+            "outcome": outcome,
+            "score": float(outcome == "hit"),
         }
 
     return write_answers(reader, [item.prompt for item in batch], most, ends, sample, stay=True)
@@ -180,13 +177,13 @@ def ask(reader: Reader, inputs: Inputs, batch: Sequence[NiahItem]) -> list[Score
 def _outcomes(samples: Sequence[Sample], baseline: Baseline | None) -> dict[str, float]:
     """Shares of the outcomes, overall, by length and by depth, and whether mixtures became more or fewer."""
     out: dict[str, float] = {}
-    for outcome in Outcome:
-        marked: list[dict[str, Any]] = [sample | {"is": sample["outcome"] == outcome.value} for sample in samples]
-        out[outcome.value] = float(np.mean([sample["is"] for sample in marked]))
+    for outcome in OUTCOMES:
+        marked: list[dict[str, Any]] = [sample | {"is": sample["outcome"] == outcome} for sample in samples]
+        out[outcome] = float(np.mean([sample["is"] for sample in marked]))
         for part in ("length", "depth"):
-            out |= by_part(marked, part, outcome.value, "is")
+            out |= by_part(marked, part, outcome, "is")
     if baseline is not None:
-        pairs = [[one["outcome"] == Outcome.bit_mixing for one in pair] for pair in paired(samples, baseline.samples)]
+        pairs = [[one["outcome"] == "bit_mixing" for one in pair] for pair in paired(samples, baseline.samples)]
         counts = flips([now for now, _ in pairs], [before for _, before in pairs])
         out["bit_mixing_p"] = mcnemar(counts.lost, counts.gained)
     return out
@@ -205,15 +202,6 @@ TASK = Task(check, measure, fingerprint, texts=lambda inputs: decoded(inputs, ha
 
 SHORTEST_PIECE = 2
 """With pieces of one character, 87% of random digit strings would count as mixtures."""
-
-
-class Outcome(enum.StrEnum):
-    """What an answer is."""
-
-    hit = "hit"
-    wrong_needle = "wrong_needle"
-    bit_mixing = "bit_mixing"
-    other = "other"
 
 
 def is_mixture(answer: str, planted: Sequence[str]) -> bool:
@@ -238,13 +226,13 @@ def is_mixture(answer: str, planted: Sequence[str]) -> bool:
     return None in sources_at[len(answer)]
 
 
-def classify(answer: str, wanted: str, planted: Sequence[str]) -> Outcome:
+def classify(answer: str, wanted: str, planted: Sequence[str]) -> str:
     """The class of `answer` where `wanted` was asked for and the prompt contained the values `planted`."""
     if answer == wanted:
-        return Outcome.hit
+        return "hit"
     if answer in planted:
-        return Outcome.wrong_needle
-    return Outcome.bit_mixing if is_mixture(answer, planted) else Outcome.other
+        return "wrong_needle"
+    return "bit_mixing" if is_mixture(answer, planted) else "other"
 
 
 def random_rate(planted: Sequence[str], rng: np.random.Generator, draws: int) -> float:

@@ -220,7 +220,10 @@ class Reader:
         rows: list[list[int]] = [[] for _ in range(logits.shape[0])]
         here, going = list(range(len(rows))), set(range(len(rows)))
         for step in range(most):
-            tokens = _picked(logits, pick, here)
+            if pick is None or callable(pick):
+                tokens = (pick or greedy)(logits)
+            else:
+                tokens = torch.cat([pick[row](logits[place : place + 1]) for place, row in enumerate(here)])
             for place, index in enumerate(here):
                 if index in going:
                     rows[index].append(int(tokens[place]))
@@ -252,12 +255,6 @@ def fitting(rows: int, tokens: int) -> Iterator[None]:
             f"task.batch_size: {rows} prompts of up to {tokens} tokens do not fit into memory together; give "
             f"task.batch_size={rows // 2} or less"
         ) from error
-
-
-def _picked(logits: Logits, pick: Pick | Sequence[Pick] | None, rows: Sequence[int]) -> Int[Tensor, " batch"]:
-    if pick is None or callable(pick):
-        return (greedy if pick is None else pick)(logits)
-    return torch.cat([pick[row](logits[place : place + 1]) for place, row in enumerate(rows)])
 
 
 def room(cache: KVCache, most: int) -> int:

@@ -49,25 +49,32 @@ def sliding_chunk(method: Method, residual: ResidualSide) -> int:
     return FULL_PRECISION_CHUNK if whole else min(FULL_PRECISION_CHUNK, residual.size)
 
 
-def generation_bounds(method: Method, length: int, chunk: int | None = None) -> list[tuple[int, int]]:
+def scoring_bounds(method: Method, length: int, chunk: int | None = None) -> list[tuple[int, int]]:
     """Chunks of `length` tokens that end where a block residual is flushed, so that none is flushed within a chunk.
 
     Results do not depend on the cuts: under `token_by_token` each query reads what it would by itself, also where a
-    sliding residual releases a token at every step. Cuts at flushes avoid second copies of tokens.
+    sliding residual releases a token at every step. Cuts at flushes avoid second copies of tokens. Where a method needs
+    it, each token is a chunk.
 
     Args:
         chunk: at most this many tokens per forward (default: whole blocks; `FULL_PRECISION_CHUNK` where none cuts, and
             at most that under `sliding`).
     """
     method.check_needs("task.scoring=generation", "no_prompt")
-    sizes = []
-    for codec, side in ((method.key, method.residual.key), (method.value, method.residual.value)):
-        if codec is None:
-            continue
-        sizes.append(sliding_chunk(method, side) if side.policy is Policy.sliding else max(side.size, 1))
     cuts = {0, length}
-    for size in sizes or [FULL_PRECISION_CHUNK]:
-        cuts |= set(range(0 if method.has("decoded_at_once") else method.sink_tokens, length, size))
+    if steps(method):
+        cuts |= set(range(length))
+    elif method.backend is not None:  # transformers' caches flush after the first token, then after every `size`
+        cuts |= set(range(1, length, max(method.residual.key.size, 1)))
+    else:
+        sides = zip((method.key, method.value), _sides(method.residual), strict=True)
+        quantized = [side for codec, side in sides if codec is not None]
+        first = 0 if method.has("decoded_at_once") else method.sink_tokens
+        for side in quantized:
+            size = sliding_chunk(method, side) if side.policy is Policy.sliding else max(side.size, 1)
+            cuts |= set(range(first, length, size))
+        if not quantized:
+            cuts |= set(range(first, length, FULL_PRECISION_CHUNK))
     if chunk is not None:
         starts = sorted(cuts)
         cuts |= {cut for start, end in itertools.pairwise(starts) for cut in range(start, end, chunk)}
@@ -152,19 +159,3 @@ def _quantize(side: CacheSide, residual: ResidualSide) -> None:
 def steps(method: Method) -> bool:
     """Whether what a token reads depends on the forwards before it, so that each token needs its own forward."""
     return not method.has("several_tokens")
-
-
-def scoring_bounds(method: Method, length: int, chunk: int | None = None) -> list[tuple[int, int]]:
-    """As `generation_bounds`; token by token, or up to each flush of transformers' caches, where a method needs it."""
-    method.check_needs("task.scoring=generation", "no_prompt")
-    if steps(method):
-        return [(at, at + 1) for at in range(length)]
-    return generation_bounds(method, length, chunk) if method.backend is None else _flushes(method, length, chunk)
-
-
-def _flushes(method: Method, length: int, chunk: int | None) -> list[tuple[int, int]]:
-    """Chunks for transformers' caches: the first token is a chunk, then every `size` tokens."""
-    size = max(method.residual.key.size, 1)
-    starts = [0, *range(1, length, size), length]
-    cuts = {cut for start, end in itertools.pairwise(starts) for cut in range(start, end, chunk or size)}
-    return list(itertools.pairwise(sorted(cuts | {length})))

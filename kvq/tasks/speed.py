@@ -42,9 +42,6 @@ from kvq.tasks.measurement import Baseline, Measurement, Task, units_like
 from kvq.tasks.steps import (
     Row,
     cache_maker,
-    check_regimes,
-    check_steps,
-    decode_metrics,
     median_of,
     paired_ratio,
     step_metrics,
@@ -236,7 +233,7 @@ def measure_latency(inputs: Inputs, method: Method, baseline: Baseline | None, j
         metrics |= _times("decode", name, here, SUBJECT, step, partial(_mean_step, task.new_tokens))
         for regime in () if method.is_full_precision else task.regimes:
             metrics |= _regime(regime, name, here, task.new_tokens)
-        metrics |= step_metrics(name, here) | decode_metrics(name, here, SUBJECT)
+        metrics |= step_metrics(name, here, SUBJECT)
         metrics[f"cache_bytes_{name}"] = float(here[0]["cache_bytes"])
     return timed_measurement(metrics, rows)
 
@@ -271,10 +268,20 @@ def check_latency(inputs: Inputs, method: Method) -> None:
     """Raise for contexts that the model does not take, or a method that `cache.attention` cannot serve."""
     task: LatencyConfig = inputs.config.task
     check_length(inputs, f"task.contexts={task.contexts}", max(task.contexts) + task.new_tokens, method)
-    check_regimes(method, task.regimes)
-    if not method.is_full_precision:
-        packed = inputs.config.cache.attention is Attention.packed
-        check_steps(method, task.prefill_steps, task.decode_steps, packed)
+    if task.regimes:
+        method.check_needs("task.regimes", "two_codecs")
+    if method.is_full_precision:
+        return
+    if Regime.packed in task.regimes:
+        method.check_packed()
+    packed = inputs.config.cache.attention is Attention.packed
+    if task.prefill_steps and packed:
+        raise Unsupported("task.prefill_steps: packed attention encodes in one pass; use cache.attention=dense")
+    if task.decode_steps and not packed:
+        raise Unsupported("task.decode_steps: the steps of attention on codes; use cache.attention=packed")
+    for setting in ("prefill_steps", "decode_steps"):
+        if getattr(task, setting):
+            method.check_needs(f"task.{setting}", "two_codecs", "fixed_bits")
 
 
 def measure_throughput(inputs: Inputs, method: Method, baseline: Baseline | None, journal: Journal) -> Measurement:

@@ -17,7 +17,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from operator import itemgetter
 from typing import Any
@@ -47,14 +47,12 @@ class PerHeadCodec(Codec):
         decode = super().decode
         sequences = []
         for b in range(packed.batch):
-            heads = [decode(_head(packed, b, h), rope) for h in range(packed.heads)]
+            heads = []
+            for h in range(packed.heads):  # parts may have one head for all
+                own = {name: part[b : b + 1, [min(h, part.shape[1] - 1)]] for name, part in packed.parts.items()}
+                heads.append(decode(dataclasses.replace(packed, parts=own, batch=1, heads=1), rope))
             sequences.append(torch.cat(heads, 1))
         return torch.cat(sequences)
-
-
-def _head(packed: Packed, b: int, h: int) -> Packed:
-    parts = {name: part[b : b + 1, min(h, part.shape[1] - 1)][:, None] for name, part in packed.parts.items()}
-    return dataclasses.replace(packed, parts=parts, batch=1, heads=1)
 
 
 class CompiledCodec(Codec):
@@ -78,33 +76,6 @@ CODECS: dict[Regime, type[PerHeadCodec | CompiledCodec]] = {
     Regime.per_head: PerHeadCodec,
     Regime.compiled: CompiledCodec,
 }
-
-
-def check_regimes(method: Method, regimes: list[Regime]) -> None:
-    """Raise `Unsupported`, in one line, for a method with more than two codecs and a residual."""
-    if regimes:
-        method.check_needs("task.regimes", "two_codecs")
-    if Regime.packed in regimes and not method.is_full_precision:
-        method.check_packed()
-
-
-def check_steps(method: Method, prefill: bool, decode: bool, packed: bool) -> None:
-    """Raise `Unsupported` for steps other than those of two codecs, where the clock is read around them.
-
-    Args:
-        method: not full precision.
-        prefill: steps of encoding a prompt are asked for.
-        decode: steps of attention are asked for, which has to read codes.
-        packed: attention reads codes, and encodes in one pass.
-    """
-    if prefill and packed:
-        raise Unsupported("task.prefill_steps: packed attention encodes in one pass; use cache.attention=dense")
-    if prefill:
-        method.check_needs("task.prefill_steps", "two_codecs", "fixed_bits")
-    if decode and not packed:
-        raise Unsupported("task.decode_steps: the steps of attention on codes; use cache.attention=packed")
-    if decode:
-        method.check_needs("task.decode_steps", "two_codecs", "fixed_bits")
 
 
 def cache_maker(regime: Regime, loaded: LoadedModel, method: Method) -> Callable[[], Any]:
@@ -218,44 +189,27 @@ def paired_ratio(rows: list[Row], value: Callable[[Row], float], subject: str, r
     return statistics.median(mine[repeat] / pairs[repeat] for repeat in mine)
 
 
-def step_metrics(cell: str, rows: list[dict[str, Any]]) -> dict[str, float]:
-    """Medians over repeats: seconds of each step, and its share of the watched prefill."""
-    here = [row for row in rows if row["subject"] == PREFILL and row["fits"]]
-    return medians_by_step(cell, here, ("prefill", "prefill_share"), [row["prefill_seconds"] for row in here])
+def step_metrics(cell: str, rows: list[Row], subject: str) -> dict[str, float]:
+    """Medians over repeats: seconds of each watched step, its share of the whole; the method over `without_norms`.
 
-
-def medians_by_step(
-    cell: str, rows: list[dict[str, Any]], names: tuple[str, str], wholes: Sequence[float], without: str | None = None
-) -> dict[str, float]:
-    """Medians over watched rows: seconds of each step, and its share of the row's whole.
-
-    Args:
-        cell: the end of the metrics' names.
-        names: their beginnings, of seconds and of shares.
-        wholes: seconds, one number for each row.
-        without: the step that is the whole, which has no share.
-    """
-    metrics = {}
-    for step in rows[0]["steps"] if rows else ():
-        seconds = [row["steps"][step] for row in rows]
-        shares = [part / whole for part, whole in zip(seconds, wholes, strict=True)]
-        metrics[f"{names[0]}_{step}_{cell}"] = statistics.median(seconds)
-        if step != without:
-            metrics[f"{names[1]}_{step}_{cell}"] = statistics.median(shares)
-    return metrics
-
-
-def decode_metrics(cell: str, rows: list[dict[str, Any]], subject: str) -> dict[str, float]:
-    """Medians over repeats: seconds of each step per token, its share of attention; the method over `without_norms`.
+    The whole of a prefill is the prefill, that of decoding a token its attention, of which both are per token.
 
     Args:
         cell: the end of the metrics' names.
         rows: of the cell.
         subject: the name of the run's method among them.
     """
-    here = [row for row in rows if row["subject"] == DECODE and row["fits"]]
-    wholes = [row["steps"][_WHOLE] for row in here]
-    metrics = medians_by_step(cell, here, ("decode_step", "decode_share"), wholes, without=_WHOLE)
+    metrics: dict[str, float] = {}
+    for watched_subject, seconds, share in (
+        (PREFILL, "prefill", "prefill_share"),
+        (DECODE, "decode_step", "decode_share"),
+    ):
+        here = [row for row in rows if row["subject"] == watched_subject and row["fits"]]
+        for step in here[0]["steps"] if here else ():
+            metrics[f"{seconds}_{step}_{cell}"] = statistics.median(row["steps"][step] for row in here)
+            if step != _WHOLE:
+                shares = (row["steps"][step] / row.get("prefill_seconds", row["steps"].get(_WHOLE)) for row in here)
+                metrics[f"{share}_{step}_{cell}"] = statistics.median(shares)
     if any(row["subject"] == PLAIN and row["fits"] for row in rows):
         middle = itemgetter("step_seconds_median")
         metrics[f"decode_{PLAIN}_{cell}"] = median_of(rows, PLAIN, middle)

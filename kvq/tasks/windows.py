@@ -98,17 +98,6 @@ BUDGET_BYTES = 16 * 1024**3
 """Largest size of the reference log-probabilities; beyond it full precision is computed again with each method."""
 
 
-def _reserve(file: Path, size: int) -> bool:
-    """Allocate a file of `size` bytes on disk: writing to a sparse map on a full disk would kill the process."""
-    try:
-        with file.open("wb") as stream:
-            if hasattr(os, "posix_fallocate"):
-                os.posix_fallocate(stream.fileno(), 0, size)
-    except OSError:
-        return False
-    return True
-
-
 class ReferenceLogProbs:
     """A memory map `[targets, vocab]` of a temporary file, written once by the full-precision run.
 
@@ -129,7 +118,12 @@ class ReferenceLogProbs:
         # The mapping stays valid after the file is unlinked, so a killed process leaves no file.
         with tempfile.TemporaryDirectory(prefix="kvq-reference-") as folder:
             file = Path(folder) / "logprobs"
-            self.kept = self.kept and _reserve(file, size)
+            try:  # to have the room: writing to a sparse map on a full disk would kill the process
+                with file.open("wb") as stream:
+                    if self.kept and hasattr(os, "posix_fallocate"):
+                        os.posix_fallocate(stream.fileno(), 0, size)
+            except OSError:
+                self.kept = False
             if self.kept:
                 self._rows = torch.from_file(str(file), shared=True, size=rows * vocab, dtype=dtype).view(rows, vocab)
 

@@ -24,7 +24,7 @@ from kvq.methods.build import build_method
 from kvq.methods.kept_keys import KeptKeys
 from kvq.methods.method import Method
 from kvq.models import LoadedModel
-from kvq.tasks.scoring import generation_bounds, parallel_method
+from kvq.tasks.scoring import parallel_method, scoring_bounds
 from tests.cache.states import nearest_bits
 from tests.random_models import llama, token_ids
 from tests.tasks.test_scoring import chunked, token_by_token
@@ -91,7 +91,7 @@ def test_chunks_are_token_by_token_at_16_bits(
     tokens = token_ids(60)
     expected = token_by_token(loaded, chosen, tokens)
     for chunk in (None, 5):
-        found = chunked(loaded, chosen, tokens, generation_bounds(chosen, 59, chunk))
+        found = chunked(loaded, chosen, tokens, scoring_bounds(chosen, 59, chunk))
         assert (found - expected).abs().max() < most, chunk
     exact = dataclasses.replace(loaded, cache_dtype=None)
     assert (token_by_token(exact, chosen, tokens) - expected).abs().max() > 1e-6

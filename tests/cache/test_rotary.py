@@ -19,7 +19,7 @@ from transformers import (
 
 import kvq
 from kvq.cache import KVCache
-from kvq.cache.rotary import STYLES, AngleColumns, RopeTable, Style, angles, styles_of
+from kvq.cache.rotary import STYLES, RopeTable, Style, angles, styles_of
 from kvq.codecs.rope import Rope
 from kvq.errors import Unsupported
 from tests.random_models import llama, token_ids
@@ -193,7 +193,7 @@ def test_layers_that_turn_alike_share_one_table() -> None:
 
 
 def test_what_an_attention_is_given() -> None:
-    table = RopeTable(Style(AngleColumns.first_half, False))
+    table = RopeTable(Style("first_half", False))
     cos, sin = torch.ones(1, 3, 4), torch.zeros(1, 3, 4)
     table.extend(0, 3, (cos, sin), cos)
     table.extend(0, 3, (cos, sin), cos)  # a second layer

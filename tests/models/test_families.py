@@ -17,7 +17,7 @@ from kvq.errors import Unsupported
 from kvq.methods.method import Method
 from kvq.models.layers import head_dims_of
 from kvq.tasks.ppl import ppl_windows, run_ppl
-from kvq.tasks.scoring import generation_bounds, parallel_method
+from kvq.tasks.scoring import parallel_method, scoring_bounds
 from kvq.tasks.windows import ReferenceLogProbs
 from tests import presets
 from tests.cache.states import nearest_bits, quantizes
@@ -77,7 +77,7 @@ def test_full_precision_and_identity_are_the_plain_forward(name: str) -> None:
     logs = []
     for chosen in ("fp16", "identity"):
         one = method(chosen)
-        logs.append(chunked(loaded, one, tokens, generation_bounds(method("identity"), 69)))
+        logs.append(chunked(loaded, one, tokens, scoring_bounds(method("identity"), 69)))
         torch.testing.assert_close(logs[-1], expected, atol=2e-4, rtol=0)
         at_once = chunked(loaded, parallel_method(one), tokens, [(0, 70)])
         torch.testing.assert_close(at_once, expected, atol=2e-4, rtol=0)
@@ -119,7 +119,7 @@ def test_sliding_residuals_are_scored_as_token_by_token(
         one = kvq.build_method(chosen, bits=2, head_dim=32, overrides=given)
         expected = token_by_token(loaded, one, tokens)
         for chunk in (None, 7, 37):
-            got = chunked(loaded, one, tokens, generation_bounds(one, 36, chunk))
+            got = chunked(loaded, one, tokens, scoring_bounds(one, 36, chunk))
             assert (got - expected).abs().max() < 1e-9, (side, chunk)
         exact = chunked(loaded, kvq.build_method("fp16"), tokens, [(0, 36)])
         assert (exact - expected).abs().max() > 0.1  # that which is compared was quantized
@@ -155,6 +155,6 @@ def test_a_bias_by_position_is_refused_where_tokens_move() -> None:
     loaded = family("mpt")
     tokens = token_ids(30)
     block = method("kivi/block")
-    assert chunked(loaded, block, tokens, generation_bounds(block, 29)).shape == (1, 29, VOCABULARY)
+    assert chunked(loaded, block, tokens, scoring_bounds(block, 29)).shape == (1, 29, VOCABULARY)
     with pytest.raises(Unsupported, match="MptAttention adds a position_bias, which no mask can follow"):
         chunked(loaded, method("kivi"), tokens, [(0, 29)])

@@ -26,7 +26,7 @@ from kvq.runs import Prepared
 from kvq.tasks.measurement import storage_metrics
 from kvq.tasks.memory import rows_of
 from kvq.tasks.reader import Reader
-from kvq.tasks.scoring import generation_bounds
+from kvq.tasks.scoring import scoring_bounds
 from tests.families import LATENT, family
 from tests.random_models import in_double_precision, token_ids
 from tests.tasks.diagnosed import DiagnosedInputs
@@ -51,13 +51,13 @@ def test_expanded_keys_and_values_are_exact(name: str, monkeypatch: pytest.Monke
     with torch.no_grad():
         plain = torch.log_softmax(loaded.model(tokens, use_cache=False).logits, -1)[:, :-1]
     for chunk in (7, 42):
-        got = chunked(loaded, expanded("fp16"), tokens, generation_bounds(kivi(), 42, chunk))
+        got = chunked(loaded, expanded("fp16"), tokens, scoring_bounds(kivi(), 42, chunk))
         torch.testing.assert_close(got, plain, atol=1e-9, rtol=0)
     for policy in ("sliding", "block"):
         one = kivi(policy)
-        single = chunked(loaded, one, tokens, generation_bounds(one, 42, 1))
+        single = chunked(loaded, one, tokens, scoring_bounds(one, 42, 1))
         for chunk in (None, 7):
-            got = chunked(loaded, one, tokens, generation_bounds(one, 42, chunk))
+            got = chunked(loaded, one, tokens, scoring_bounds(one, 42, chunk))
             assert (got - single).abs().max() < 1e-9, (policy, chunk)
         assert (single - plain).abs().max() > 0.1
     # A cache of the latent, and transformers' own, of the same model.

@@ -18,7 +18,7 @@ from kvq.models.layers import KvLayer, head_dims_of, kv_layers_of, state_layers_
 from kvq.models.placing import onednn_linear
 from kvq.results.tensor_files import dump, read_tensors
 from kvq.tasks.measurement import storage_metrics
-from kvq.tasks.scoring import generation_bounds
+from kvq.tasks.scoring import scoring_bounds
 from tests.families import LATENT, MORE, WINDOW, WINDOWED, family
 from tests.random_models import in_double_precision, token_ids
 from tests.tasks.test_scoring import chunked
@@ -40,9 +40,9 @@ def test_chunks_are_scored_as_token_by_token(name: str, monkeypatch: pytest.Monk
     tokens = token_ids(37)
     for side in SIDES:
         one = kivi(side=side)
-        expected = chunked(loaded, one, tokens, generation_bounds(one, 36, 1))
+        expected = chunked(loaded, one, tokens, scoring_bounds(one, 36, 1))
         for chunk in (None, 7):
-            got = chunked(loaded, one, tokens, generation_bounds(one, 36, chunk))
+            got = chunked(loaded, one, tokens, scoring_bounds(one, 36, chunk))
             assert (got - expected).abs().max() < 1e-9, (side, chunk)
     exact = chunked(loaded, kvq.build_method("fp16"), tokens, [(0, 36)])
     assert (exact - expected).abs().max() > 0.1  # that which is compared was quantized
@@ -56,7 +56,7 @@ def test_full_precision_and_identity_are_the_plain_forward(name: str) -> None:
     expected = torch.log_softmax(loaded.model(tokens, use_cache=False).logits, -1)[:, :-1]
     for chosen in ("fp16", "identity"):
         one = kvq.build_method(chosen, bits=3, head_dim=32, overrides=["residual.size=8"])
-        got = chunked(loaded, one, tokens, generation_bounds(one, 49, 17))
+        got = chunked(loaded, one, tokens, scoring_bounds(one, 49, 17))
         torch.testing.assert_close(got, expected, atol=1e-3, rtol=0)
 
 
@@ -312,7 +312,7 @@ def test_packed_attention_in_windows_and_with_sink_logits() -> None:
     sinks = family("gpt_oss", head_dim=128)
     cache = KVCache(sinks.model, one, attention="packed")
     sinks.hidden_states(tokens[:, :40], cache)
-    with pytest.raises(Unsupported, match=r"cache\.attention=packed: GptOssAttention hands over s_aux"):
+    with pytest.raises(Unsupported, match=r"GptOssAttention attends with s_aux"):
         sinks.hidden_states(tokens[:, 40:41], cache)
 
 

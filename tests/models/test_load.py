@@ -16,7 +16,7 @@ from kvq.config import DEVICE_MAPS, Dtype, ModelConfig, OutliersConfig, compose,
 from kvq.config.identity import canonical
 from kvq.errors import ConfigError, Unsupported
 from kvq.models import LoadedModel, load_model, placing
-from kvq.tasks.scoring import generation_bounds
+from kvq.tasks.scoring import scoring_bounds
 from tests.families import family
 from tests.models.test_families import method
 from tests.random_models import llama, save_random_model, token_ids
@@ -102,7 +102,7 @@ def test_a_real_device_map(tmp_path: Any) -> None:
         load_model(ModelConfig("a", str(tmp_path), device_map=device_map), "cpu") for device_map in (None, "auto")
     )
     tokens, one = token_ids(30), method("kivi")
-    bounds = generation_bounds(one, 29)
+    bounds = scoring_bounds(one, 29)
     on = tokens.to(mapped.device)
     torch.testing.assert_close(chunked(mapped, one, on, bounds).cpu(), chunked(plain, one, tokens, bounds))
 
@@ -120,7 +120,7 @@ def test_a_layer_that_waits_on_disk(tmp_path: Any) -> None:
     tokens = token_ids(30)
     for name in ("kivi", "nsnquant"):
         one = method(name)
-        bounds = generation_bounds(one, 29)
+        bounds = scoring_bounds(one, 29)
         torch.testing.assert_close(chunked(waiting, one, tokens, bounds), chunked(plain, one, tokens, bounds))
         cache = KVCache(model, one)
         waiting.hidden_states(tokens, cache)
@@ -155,10 +155,10 @@ def test_a_model_of_text_and_images_reads_text(tmp_path: Any) -> None:
     plain = torch.log_softmax(loaded.model(input_ids=tokens, use_cache=False).logits, -1)[:, :-1]
     for name in ("identity", "fp16"):
         one = method(name)
-        torch.testing.assert_close(chunked(loaded, one, tokens, generation_bounds(one, 44)), plain, atol=1e-4, rtol=0)
+        torch.testing.assert_close(chunked(loaded, one, tokens, scoring_bounds(one, 44)), plain, atol=1e-4, rtol=0)
     for name in ("kivi", "nsnquant"):
         one = method(name)
-        got = chunked(loaded, one, tokens, generation_bounds(one, 44))
+        got = chunked(loaded, one, tokens, scoring_bounds(one, 44))
         close = (got - token_by_token(loaded, one, tokens)).abs()
         assert float(close.mean()) < 1e-2
         assert float((got - plain).abs().max()) > 0.1

@@ -8,7 +8,7 @@ import torch
 from kvq.cache import KVCache
 from kvq.methods.build import build_method
 from kvq.methods.method import Method
-from kvq.tasks.scoring import generation_bounds
+from kvq.tasks.scoring import scoring_bounds
 from tests.calibrated import bound, random_states
 from tests.random_models import in_double_precision, random_llama, token_ids
 from tests.tasks.test_scoring import chunked, token_by_token
@@ -34,7 +34,7 @@ def test_sinks_stay_exactly(name: str, residual: list[str], sinks: int, monkeypa
     tokens = token_ids(42)
     expected = token_by_token(loaded, method, tokens)
     for chunk in (None, 5, 29):
-        got = chunked(loaded, method, tokens, generation_bounds(method, 41, chunk))
+        got = chunked(loaded, method, tokens, scoring_bounds(method, 41, chunk))
         assert (got - expected).abs().max() < 1e-9, chunk
 
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvq.tasks.niah import Outcome, classify, is_mixture, random_rate
+from kvq.tasks.niah import classify, is_mixture, random_rate
 
 PLANTED = ["123456", "987654", "555000"]
 
@@ -17,23 +17,23 @@ PLANTED = ["123456", "987654", "555000"]
 @pytest.mark.parametrize(
     ("answer", "outcome"),
     [
-        ("123456", Outcome.hit),
-        ("987654", Outcome.wrong_needle),
-        ("123654", Outcome.bit_mixing),  # the first half of one, the last half of another, in their places
-        ("983456", Outcome.bit_mixing),
-        ("129855", Outcome.bit_mixing),  # three pieces of two
-        ("987123", Outcome.bit_mixing),  # consecutive characters, not in their places
-        ("98712345", Outcome.bit_mixing),  # of another length
-        ("123444", Outcome.other),  # the end is in no needle
-        ("123412", Outcome.other),  # pieces of one needle alone
-        ("23", Outcome.other),
-        ("193857", Outcome.other),  # single characters do not count
-        ("", Outcome.other),
-        ("about 7", Outcome.other),
+        ("123456", "hit"),
+        ("987654", "wrong_needle"),
+        ("123654", "bit_mixing"),  # the first half of one, the last half of another, in their places
+        ("983456", "bit_mixing"),
+        ("129855", "bit_mixing"),  # three pieces of two
+        ("987123", "bit_mixing"),  # consecutive characters, not in their places
+        ("98712345", "bit_mixing"),  # of another length
+        ("123444", "other"),  # the end is in no needle
+        ("123412", "other"),  # pieces of one needle alone
+        ("23", "other"),
+        ("193857", "other"),  # single characters do not count
+        ("", "other"),
+        ("about 7", "other"),
     ],
 )
-def test_answers_by_hand(answer: str, outcome: Outcome) -> None:
-    assert classify(answer, PLANTED[0], PLANTED) is outcome
+def test_answers_by_hand(answer: str, outcome: str) -> None:
+    assert classify(answer, PLANTED[0], PLANTED) == outcome
 
 
 def test_a_piece_that_two_needles_share_may_come_from_either() -> None:

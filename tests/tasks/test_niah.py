@@ -150,7 +150,7 @@ def test_prompts_without_room_for_an_answer_are_named(
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        ("task.lengths=[600]", "takes 512 tokens"),
+        ("task.lengths=[600]", "takes at most 512 tokens"),
         ("task.lengths=[60]", "needles"),
         ("task.lengths=[400,400]", "each once"),
         ("task.depths=[1.5]", "each 0 (start of the haystack) to 1"),

@@ -12,7 +12,7 @@ from kvq.errors import Unsupported
 from kvq.methods.build import build_method
 from kvq.methods.method import Method
 from kvq.models import LoadedModel
-from kvq.tasks.scoring import generation_bounds, parallel_method, score
+from kvq.tasks.scoring import parallel_method, score, scoring_bounds
 from tests.cache.states import nearest_bits
 from tests.cache.test_assisted import built, layers_for
 from tests.golden.methods import TRUNCATED
@@ -46,7 +46,7 @@ def test_nothing_kept_is_token_by_token_in_fp64(name: str, monkeypatch: pytest.M
     tokens = token_ids(51)
     expected = token_by_token(loaded, method, tokens)
     for chunk in (None, 7, 50):
-        got = chunked(loaded, method, tokens, generation_bounds(method, 50, chunk))
+        got = chunked(loaded, method, tokens, scoring_bounds(method, 50, chunk))
         assert (got - expected).abs().max() < 1e-6, (name, chunk)
     at_once = parallel_method(method)
     assert at_once.residual == method.residual
@@ -67,7 +67,7 @@ def test_generation_is_token_by_token_in_fp64(name: str, monkeypatch: pytest.Mon
     method, tokens = built(name), token_ids(51)
     expected = token_by_token(loaded, method, tokens)
     for chunk in (None, 4):
-        got = chunked(loaded, method, tokens, generation_bounds(method, 50, chunk))
+        got = chunked(loaded, method, tokens, scoring_bounds(method, 50, chunk))
         assert got.shape == expected.shape == (1, 50, 61)
         assert (got - expected).abs().max() < 1e-6, chunk
 
@@ -89,7 +89,7 @@ def test_any_method_slides_exactly(name: str, side: str, monkeypatch: pytest.Mon
     tokens = token_ids(46)
     expected = token_by_token(loaded, method, tokens)
     for chunk in (None, 5, 29):
-        got = chunked(loaded, method, tokens, generation_bounds(method, 45, chunk))
+        got = chunked(loaded, method, tokens, scoring_bounds(method, 45, chunk))
         assert (got - expected).abs().max() < 1e-6, chunk
 
 
@@ -101,7 +101,7 @@ def test_generation_is_exact_when_keys_and_values_flush_apart(
     sizes = [f"residual.key.size={key}", f"residual.value.size={value}"]
     method = build_method("oscar", bits=2, head_dim=32, overrides=sizes)
     tokens = token_ids(101, batch=2)
-    got = chunked(loaded, method, tokens, generation_bounds(method, 100))
+    got = chunked(loaded, method, tokens, scoring_bounds(method, 100))
     assert (got - token_by_token(loaded, method, tokens)).abs().max() < 1e-6
 
 
@@ -109,7 +109,7 @@ def test_the_last_targets_alone_are_the_same(monkeypatch: pytest.MonkeyPatch) ->
     loaded = in_double_precision(random_llama(), monkeypatch)
     method = build_method("kivi", bits=2, head_dim=32, overrides=["residual.size=16"])
     tokens = token_ids(80)
-    bounds = generation_bounds(method, 79)
+    bounds = scoring_bounds(method, 79)
     # Another number of rows in a matrix product may round otherwise.
     last, whole = (chunked(loaded, method, tokens, bounds, start=start) for start in (50, 1))
     torch.testing.assert_close(last, whole[:, 49:], atol=1e-12, rtol=0)
@@ -117,13 +117,13 @@ def test_the_last_targets_alone_are_the_same(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_bounds_cut_at_every_flush_and_nowhere_else() -> None:
     method = build_method("kivi/block", bits=2, overrides=["residual.key.size=32", "residual.value.size=48"])
-    assert generation_bounds(method, 100) == [(0, 32), (32, 48), (48, 64), (64, 96), (96, 100)]
-    assert generation_bounds(method, 50, chunk=20) == [(0, 20), (20, 32), (32, 48), (48, 50)]
-    assert generation_bounds(build_method("fp16"), 300) == [(0, 128), (128, 256), (256, 300)]
+    assert scoring_bounds(method, 100) == [(0, 32), (32, 48), (48, 64), (64, 96), (96, 100)]
+    assert scoring_bounds(method, 50, chunk=20) == [(0, 20), (20, 32), (32, 48), (48, 50)]
+    assert scoring_bounds(build_method("fp16"), 300) == [(0, 128), (128, 256), (256, 300)]
     sliding = build_method("kivi", bits=2, overrides=["residual.size=96"])  # of the values; keys leave in blocks
-    assert generation_bounds(sliding, 200) == [(0, 96), (96, 128), (128, 192), (192, 200)]
+    assert scoring_bounds(sliding, 200) == [(0, 96), (96, 128), (128, 192), (192, 200)]
     with pytest.raises(Unsupported, match="residual=none"):
-        generation_bounds(build_method("kivi", bits=2, overrides=["residual=none"]), 100)
+        scoring_bounds(build_method("kivi", bits=2, overrides=["residual=none"]), 100)
 
 
 @pytest.mark.parametrize("scoring", ["generation", "parallel"])
@@ -135,7 +135,7 @@ def test_identity_is_full_precision_bit_for_bit(scoring: str) -> None:
         if scoring == "parallel":
             logs.append(chunked(loaded, parallel_method(method), tokens, [(0, 150)]))
         else:
-            logs.append(chunked(loaded, method, tokens, generation_bounds(method, 149)))
+            logs.append(chunked(loaded, method, tokens, scoring_bounds(method, 149)))
     assert torch.equal(*logs)
 
 

@@ -23,9 +23,9 @@ from kvq.models import LoadedModel
 from kvq.models.layers import head_dims_of
 from kvq.models.weights import weights_name
 from kvq.tasks.scoring import (
-    generation_bounds,
     holding_method,
     score_continuation,
+    scoring_bounds,
 )
 from kvq_zoo.tests import kvtc_oracle as oracle
 from tests.families import family
@@ -166,8 +166,8 @@ def test_chunks_read_what_single_tokens_read(name: str, policy: str) -> None:
     ids, found = token_ids(110, batch=2), []
     for bounds in (
         [(at, at + 1) for at in range(110)],
-        generation_bounds(method, 110),
-        generation_bounds(method, 110, 7),
+        scoring_bounds(method, 110),
+        scoring_bounds(method, 110, 7),
     ):
         cache = KVCache(loaded(), method)
         cache.token_by_token = True
