@@ -1,4 +1,4 @@
-"""Items of multi-modal benchmarks and their official scores: OCRBench (images) and MMAU-Pro (audio).
+"""Items of OCRBench, questions about images, and its official score.
 
 Rows come from the hub, or from a local jsonl, json or parquet file whose media are bytes or paths relative to it.
 """
@@ -6,8 +6,6 @@ Rows come from the hub, or from a local jsonl, json or parquet file whose media 
 from __future__ import annotations
 
 import io
-import re
-import string
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,12 +25,11 @@ _SPACES = "HME100k"
 
 @dataclass(frozen=True)
 class MediaItem:
-    """A question about one image or recording.
+    """A question about one image.
 
     Attributes:
         kind: the category by which scores are split.
-        media: bytes of the image or recording.
-        choices: the allowed answers; empty where the answer is free text.
+        media: bytes of the image.
     """
 
     name: str
@@ -41,7 +38,6 @@ class MediaItem:
     question: str
     answers: tuple[str, ...]
     media: bytes
-    choices: tuple[str, ...] = ()
 
 
 def ocrbench_score(source: str, answers: Sequence[str], text: str) -> float:
@@ -59,79 +55,34 @@ def ocrbench_score(source: str, answers: Sequence[str], text: str) -> float:
     return float(any(plain(answer) in plain(text) for answer in answers))
 
 
-def choice_score(answer: str, choices: Sequence[str], text: str) -> float:
-    """1 if the text is exactly the right choice: its words, its letter, or both ("B", "(b)", "B. rain"), else 0.
-
-    Case, surrounding space and a last full stop do not count. MMAU-Pro's open-ended questions, whose answers a model
-    judges, are skipped.
-    """
-
-    def plain(given: str) -> str:
-        return " ".join(given.lower().split()).rstrip(".")
-
-    if answer not in choices:
-        return 0.0
-    letter = string.ascii_lowercase[list(choices).index(answer)]
-    given = plain(text)
-    marked = re.fullmatch(rf"\(?{letter}[).:]?(?:\s+(?P<words>.+))?", given)
-    return float(given == plain(answer) or (marked is not None and marked["words"] in (None, plain(answer))))
-
-
-def read_items(dataset: DatasetConfig, benchmark: str) -> tuple[list[MediaItem], dict[str, str]]:
-    """The items of a benchmark, and the skipped ones: name -> reason."""
+def read_items(dataset: DatasetConfig) -> tuple[list[MediaItem], dict[str, str]]:
+    """The items, and the skipped ones: name -> reason."""
     items: list[MediaItem] = []
     skipped: dict[str, str] = {}
-    read = {"ocrbench": _ocrbench, "mmau_pro": _mmau_pro}[benchmark]
     for index, (row, folder) in enumerate(_rows(dataset)):
         name = f"{index}" if row.get("id") is None else f"{index}/{row['id']}"  # ids may repeat
         try:
-            items.append(read(name, row, folder))
+            items.append(_item(name, row, folder))
         except DataError as error:
             skipped[name] = str(error)
     return items, skipped
 
 
-def _ocrbench(name: str, row: Row, folder: Path | None) -> MediaItem:
+def _item(name: str, row: Row, folder: Path | None) -> MediaItem:
     answers = row.get("answer", row.get("answers"))
     answers = [answers] if isinstance(answers, str) else list(answers or [])
-    kind, source = (str(row.get(field) or "") for field in ("question_type", "dataset"))
-    return _item(name, kind or str(row.get("type") or ""), source, row, answers, _media(row.get("image"), folder))
-
-
-def _mmau_pro(name: str, row: Row, folder: Path | None) -> MediaItem:
-    choices = tuple(str(choice) for choice in _list(row.get("choices")))
-    answer = str(row.get("answer") or "")
-    if not choices:
-        raise DataError("no choices: open-ended answers are judged by a model, which is outside of kvq")
-    if answer not in choices:
-        raise DataError("its answer is none of its choices")
-    recordings = _list(row.get("audio", row.get("audio_path")))
-    if len(recordings) != 1:
-        raise DataError(f"{len(recordings)} recordings, where one is read")
-    kind = str(row.get("category") or "")
-    return _item(name, kind, "", row, [answer], _media(recordings[0], folder), choices)
-
-
-def _list(given: Any) -> list[Any]:
-    if given is None:
-        return []
-    return [given] if isinstance(given, str | bytes | Mapping) or hasattr(given, "save") else list(given)
-
-
-def _item(
-    name: str, kind: str, source: str, row: Row, answers: Sequence[Any], media: bytes, choices: tuple[str, ...] = ()
-) -> MediaItem:
-    question = str(row.get("question") or "")
+    kept = tuple(str(answer) for answer in answers if str(answer).strip())
+    question, kind, source = (str(row.get(field) or "") for field in ("question", "question_type", "dataset"))
+    media = _media(row.get("image"), folder)
     if not question.strip():
         raise DataError("empty question")
-    kept = tuple(str(answer) for answer in answers if str(answer).strip())
     if not kept:
         raise DataError("no answer")  # an empty one would be found in every text
-    return MediaItem(name, kind, source, question, kept, media, choices)
+    return MediaItem(name, kind or str(row.get("type") or ""), source, question, kept, media)
 
 
 def _media(given: Any, folder: Path | None) -> bytes:
-    """Bytes of an image or recording, given as bytes, path, hub row or decoded picture (as PNG)."""
+    """Bytes of an image, given as bytes, path, hub row or decoded picture (as PNG)."""
     if isinstance(given, Mapping):
         given = given.get("bytes") or given.get("path")
     if isinstance(given, bytes):
@@ -145,7 +96,7 @@ def _media(given: Any, folder: Path | None) -> bytes:
         stream = io.BytesIO()
         given.save(stream, format="PNG")
         return stream.getvalue()
-    raise DataError("no image or recording")
+    raise DataError("no image")
 
 
 def _rows(dataset: DatasetConfig) -> list[tuple[Row, Path | None]]:

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from kvq.config.diagnostics import ModalityConfig
 from kvq.config.tasks import MultimodalConfig, Prefill
-from kvq.data.multimodal import MediaItem, choice_score, ocrbench_score, read_items
+from kvq.data.multimodal import MediaItem, ocrbench_score, read_items
 from kvq.diagnostics import imbalance, over_median, relative_norms, token_norms
 from kvq.errors import ConfigError, DataError, Unsupported
 from kvq.methods.method import Method
@@ -44,16 +44,10 @@ def items_of(inputs: Inputs) -> tuple[list[MediaItem], dict[str, str]]:
     name = repr((inputs.config.dataset, task.benchmark, task.limit))
 
     def read() -> tuple[list[MediaItem], dict[str, str]]:
-        items, skipped = read_items(inputs.config.dataset, task.benchmark)
+        items, skipped = read_items(inputs.config.dataset)
         return items[: task.limit], skipped
 
     return inputs.shared("multimodal", name, read)
-
-
-def question_of(item: MediaItem) -> str:
-    """The question, with its choices below it where it has some."""
-    letters = [f"{chr(65 + index)}. {choice}" for index, choice in enumerate(item.choices)]
-    return "\n".join([item.question, *letters])
 
 
 def prompt_of(
@@ -70,11 +64,11 @@ def prompt_of(
     except (UnidentifiedImageError, OSError) as error:
         raise DataError("its image cannot be read") from error
     if getattr(processor, "chat_template", None):
-        content = [{"type": "image"}, {"type": "text", "text": question_of(item)}]
+        content = [{"type": "image"}, {"type": "text", "text": item.question}]
         chat = [{"role": "user", "content": content}]
         text = processor.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
     else:
-        text = f"{processor.image_token}\n{question_of(item)}\n"
+        text = f"{processor.image_token}\n{item.question}\n"
     made = processor(images=[image], text=[text], return_tensors="pt")
     return made["input_ids"].to(device), {name: made[name] for name in made if name not in _BESIDE}
 
@@ -95,12 +89,11 @@ def answer(inputs: Inputs, method: Method, processor: Any, item: MediaItem) -> S
 
     def sample(_: int, written: list[int]) -> Sample:
         text = answer_text(tokenizer, written, [])
-        right = choice_score(item.answers[0], item.choices, text) if item.choices else None
         return {
             "item": item.name,
             "kind": item.kind or "other",
             "text": text,
-            "score": ocrbench_score(item.source, item.answers, text) if right is None else right,
+            "score": ocrbench_score(item.source, item.answers, text),
             **{f"{name}_tokens": int((labels == index).sum()) for index, name in enumerate(MODALITIES[:2])},
         }
 
@@ -128,14 +121,15 @@ def make_items(inputs: Inputs, processor: Any, answer: int) -> Items[MediaItem]:
     return Items(kept, lambda item: item.name, skipped)
 
 
+def _check_images(benchmark: str) -> None:
+    if benchmark == "mmau_pro":
+        raise Unsupported("task.benchmark=mmau_pro: its questions are about recordings; kvq feeds text and images")
+
+
 def check(inputs: Inputs, method: Method) -> None:
     """Raise `Unsupported` for audio and for prompts in chunks, `ConfigError` for batches."""
     task: MultimodalConfig = inputs.config.task
-    if task.benchmark == "mmau_pro":
-        raise Unsupported(
-            "task.benchmark=mmau_pro: its questions are about recordings, and kvq feeds models text and images; "
-            "kvq.data.multimodal has its items and its score"
-        )
+    _check_images(task.benchmark)
     if task.bos is not None:
         raise Unsupported(f"task.bos={str(task.bos).lower()}: the model's processor writes the prompts of this task")
     if task.prefill is not Prefill.whole:
@@ -163,8 +157,9 @@ def measure(inputs: Inputs, method: Method, baseline: Baseline | None, journal: 
 def fingerprint(inputs: Inputs) -> str:
     """Fingerprint of the items: questions, answers, images, and the model's context."""
     items, skipped = items_of(inputs)
-    fields = ("name", "kind", "source", "question", "answers", "choices")
-    rows = [[*(getattr(item, name) for name in fields), hashlib.sha256(item.media).hexdigest()] for item in items]
+    fields = ("name", "kind", "source", "question", "answers")
+    # No item has choices, which earlier fingerprints name.
+    rows = [[*(getattr(item, name) for name in fields), (), hashlib.sha256(item.media).hexdigest()] for item in items]
     return items_fingerprint(inputs, [*rows, skipped])
 
 
@@ -274,7 +269,8 @@ def summary_of_norms(rows: list[dict[str, Any]]) -> dict[str, float]:
 
 
 def check_modality(inputs: Inputs, method: Method) -> None:
-    """Raise `Unsupported` for a method: norms are those of a model's states."""
+    """Raise `Unsupported` for audio and for a method: norms are those of a model's states."""
+    _check_images(inputs.config.task.benchmark)
     if not method.is_full_precision:
         raise Unsupported("task=modality: looks at queries, keys and values before any method; method=fp16")
 
