@@ -139,7 +139,8 @@ class KVCache(PaddableCache, WatchfulCache):
             self._tables = [
                 RopeTable(style) for group, style in sorted({group: style for style, group in styles}.items())
             ]
-            self._share_tables()
+            for layer, group in zip(self._own, self._groups, strict=True):
+                layer.key.rope = layer.value.rope = self._tables[group]
             self._own[0].check_rotations(self._own)
 
     @torch.compiler.disable

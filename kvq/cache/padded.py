@@ -238,10 +238,6 @@ class PaddableCache(CountedCache, abc.ABC):
     def _put(self, layers: Sequence[Layer]) -> None:
         self.layers = placed([held for _, held in self._held.values()], layers, self._states)
 
-    def _share_tables(self) -> None:
-        for layer, group in zip(self._own, self._groups, strict=True):
-            layer.key.rope = layer.value.rope = self._tables[group]
-
     def _open(self) -> None:
         """Hold the first sequences of equal padding, and no others, as a batch without padding."""
         self._put([layer.of_sequences[0] for layer in self._own])

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
-from kvq.errors import DataError, did_you_mean
+from kvq.errors import DataError, check_choice
 
 KINDS = ("pydocs", "pysource")
 SPLITS = ("train", "test", "calibration")
@@ -69,8 +69,8 @@ def load_corpus(kind: str, split: str) -> Corpus:
     The test split parses held-out modules only, the calibration split as many others; the training split, which holds
     the latter, reads everything (tens of seconds).
     """
-    _check("kind", kind, KINDS)
-    _check("split", split, SPLITS)
+    check_choice("dataset.name", kind, KINDS)
+    check_choice("dataset.split", split, SPLITS)
     documents = tuple(_unique(_texts(kind, split), set()) if split == "test" else _train_documents(kind, split))
     return Corpus(documents, text_fingerprint(documents))
 
@@ -178,9 +178,3 @@ def _unique(texts: Iterable[str], seen: set[str]) -> Iterator[str]:
         if digest not in hashes:
             hashes.add(digest)
             yield text
-
-
-def _check(setting: str, given: str, allowed: tuple[str, ...]) -> None:
-    if given not in allowed:
-        hint = did_you_mean(given, allowed)
-        raise DataError(f"embedded corpus: {setting}={given!r} is not one of {', '.join(allowed)}.{hint}")

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvq.data import hub
-from kvq.data.rows import json_records
-from kvq.errors import DataError, one_line
+from kvq.data.rows import objects
+from kvq.errors import DataError
 
 if TYPE_CHECKING:
     from kvq.config import DatasetConfig
@@ -105,23 +105,4 @@ def _rows(dataset: DatasetConfig) -> list[tuple[Row, Path | None]]:
         found = hub.load_rows(f"dataset={dataset.name}", local, dataset.hub_id, dataset.hub_config, split=split)
         return [(row, None) for row in found]
     path = Path(dataset.path).expanduser()
-    readers = {".jsonl": json_records, ".json": json_records, ".parquet": _parquet}
-    if not path.is_file():
-        raise DataError(f"dataset.path={dataset.path}: no such file; {', '.join(readers)} are read")
-    if path.suffix not in readers:
-        raise DataError(
-            f"dataset.path={dataset.path}: cannot read {path.suffix or 'it'}; {', '.join(readers)} are read"
-        )
-    try:
-        rows = readers[path.suffix](path)
-    except (OSError, ValueError, RecursionError) as error:
-        raise DataError(f"dataset.path={path}: cannot be read: {one_line(error)}") from error
-    if not rows or not all(isinstance(row, Mapping) for row in rows):
-        raise DataError(f"dataset.path={path}: one or more objects with a question, an answer and an image")
-    return [(row, path.parent) for row in rows]
-
-
-def _parquet(path: Path) -> list[Any]:
-    import pyarrow.parquet
-
-    return list(pyarrow.parquet.read_table(path).to_pylist())
+    return [(row, path.parent) for row in objects(path, "a question, an answer and an image")]

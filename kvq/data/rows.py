@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvq.data import hub
 from kvq.data.embedded import load_corpus
-from kvq.errors import DataError, did_you_mean, first_line
+from kvq.errors import DataError, did_you_mean, first_line, one_line
 
 if TYPE_CHECKING:
     from kvq.config import DatasetConfig
@@ -154,6 +154,24 @@ def json_records(path: Path) -> list[Any]:
             except json.JSONDecodeError as error:
                 raise ValueError(f"line {number}, column {error.colno}: {error.msg}") from error
     return records
+
+
+def objects(path: Path, holds: str) -> list[dict[str, Any]]:
+    """The objects of a json, jsonl or parquet file; `holds`: what each of them has, for the error."""
+    if not path.is_file():
+        raise DataError(f"dataset.path={path}: no such file; .jsonl, .json and .parquet are read")
+    try:
+        if path.suffix == ".parquet":
+            import pyarrow.parquet
+
+            rows = pyarrow.parquet.read_table(path).to_pylist()
+        else:
+            rows = json_records(path)
+    except (OSError, ValueError, RecursionError) as error:
+        raise DataError(f"dataset.path={path}: cannot be read: {one_line(error)}") from error
+    if not rows or not all(isinstance(row, dict) for row in rows):
+        raise DataError(f"dataset.path={path}: one or more objects with {holds}")
+    return rows
 
 
 def _parquet(path: Path, field: str) -> tuple[str, ...]:

@@ -95,7 +95,9 @@ def load_tasks(inputs: Inputs) -> tuple[dict[str, Any], dict[str, Part]]:
         out |= loaded["tasks"]
         if name in manager.all_tags:
             parts[name] = Part(list(loaded["tasks"]), by_size=True)
-        parts |= {label: _part(group) for label, group in loaded["groups"].items()}
+        for label, group in loaded["groups"].items():
+            by_size = all(metric.weight_by_size for metric in group.aggregate_metric_list or ())
+            parts[label] = Part([one.task_name for one in group.get_all_tasks()], by_size)
     _change_generation(task, out)
     for one in out.values():
         if task.num_fewshot is not None and one.get_config("num_fewshot") != 0:
@@ -119,11 +121,6 @@ def _change_generation(task: LmEvalConfig, tasks: Mapping[str, Any]) -> None:
         settings = check_settings(f"{name}: generation_kwargs", one.get_config("generation_kwargs") or {})
         for key in changes.keys() & without_effect(settings).keys():
             raise ConfigError(f"task.generation.{key}={changes[key]}: {name} answers greedily; add do_sample: true")
-
-
-def _part(group: Any) -> Part:
-    own = group.aggregate_metric_list or ()
-    return Part([one.task_name for one in group.get_all_tasks()], all(given.weight_by_size for given in own))
 
 
 def _manager(inputs: Inputs, task: LmEvalConfig, defaults: bool) -> Any:

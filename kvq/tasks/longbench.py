@@ -19,9 +19,9 @@ import numpy as np
 from kvq.config import DatasetConfig, Loader
 from kvq.config.tasks import LongbenchConfig
 from kvq.data import hub
-from kvq.data.rows import json_records
+from kvq.data.rows import objects
 from kvq.data.text import begun, conversation, encode
-from kvq.errors import ConfigError, DataError, one_line
+from kvq.errors import ConfigError, DataError
 from kvq.methods.method import Method
 from kvq.models.inputs import Inputs
 from kvq.results.files import Journal
@@ -103,13 +103,7 @@ def _local_rows(path: Path, subset: Subset, task: LongbenchConfig) -> list[dict[
     if not file.is_file():
         known = ", ".join(sorted(other.stem for other in path.glob("*.jsonl"))) or "no .jsonl files"
         raise DataError(f"dataset.path={path}: no {file.name} there; task.subsets= chooses among {known}")
-    try:
-        rows = json_records(file)
-    except (OSError, ValueError) as error:
-        raise DataError(f"dataset.path={file}: cannot be read: {one_line(error)}") from error
-    if not all(isinstance(row, dict) for row in rows):
-        raise DataError(f"dataset.path={file}: every line is an object with context, input and answers")
-    return rows
+    return objects(file, "context, input and answers")
 
 
 def documents(inputs: Inputs) -> list[Document]:

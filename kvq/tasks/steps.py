@@ -142,12 +142,11 @@ def without_norms(method: Method) -> Method | None:
     sides = method.key, method.value
     if not any(isinstance(stage, TokenNorm) for codec in sides if codec is not None for _, stage in codec.stages):
         return None
-    key, value = map(_plain, sides)
+    key, value = (
+        codec and codec.rebuilt((name, stage) for name, stage in codec.stages if not isinstance(stage, TokenNorm))
+        for codec in sides
+    )
     return dataclasses.replace(method, key=key, value=value)
-
-
-def _plain(codec: Codec | None) -> Codec | None:
-    return codec and codec.rebuilt((name, stage) for name, stage in codec.stages if not isinstance(stage, TokenNorm))
 
 
 def watched_prefill(loaded: LoadedModel, method: Method, prompt: Tensor) -> dict[str, Any]:

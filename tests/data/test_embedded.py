@@ -8,7 +8,7 @@ import pytest
 
 from kvq.data import embedded
 from kvq.data.embedded import anchors, belongs, contains_any, docstrings, load_corpus, module_paths, normalize
-from kvq.errors import DataError
+from kvq.errors import ConfigError
 
 SOURCE = '''
 """A module's own words, of which there are enough to be worth keeping here at all."""
@@ -95,7 +95,7 @@ def test_normalize_sees_through_indentation_case_and_quotes():
 
 
 def test_a_kind_misspelled():
-    with pytest.raises(DataError, match=r"kind='pydoc' is not one of pydocs, pysource\. Did you mean 'pydocs'"):
+    with pytest.raises(ConfigError, match=r"name=pydoc: one of pydocs, pysource\. Did you mean 'pydocs'"):
         load_corpus("pydoc", "test")
 
 

@@ -78,8 +78,8 @@ def test_a_parquet_file_carries_its_images(folder):
 
 def test_files_that_cannot_be_read_are_named(folder):
     for name, text, says in (
-        ("none.jsonl", None, "no such file; .jsonl, .json, .parquet"),
-        ("text.txt", "a", "cannot read .txt"),
+        ("none.jsonl", None, "no such file; .jsonl, .json and .parquet"),
+        ("text.txt", "a", "cannot be read"),
         ("torn.jsonl", '{"a": ', "cannot be read"),
         ("empty.jsonl", "\n", "one or more objects"),
         ("list.jsonl", "[1]\n", "one or more objects"),
