@@ -104,11 +104,7 @@ class SourceColumns:
 def columns_of(
     moves: tuple[Transitions, Transitions], tokens: int, queries: int, device: torch.device
 ) -> SourceColumns:
-    """Lay out the copies that a chunk of `queries` tokens needs; it holds the last of the `tokens` tokens.
-
-    Args:
-        moves: of keys and of values.
-    """
+    """Lay out the copies that a chunk of `queries` tokens needs; it holds the last of the `tokens` tokens."""
     never = queries
     keys, values = moves
     key_at, value_at = (

@@ -154,11 +154,7 @@ class StatefulCache(Cache):
 
 
 def states_of(model: Any, layers: Sequence[int]) -> dict[int, StateLayer]:
-    """An empty state for every layer that has one or caches nothing, by its number; none where all have only keys.
-
-    Args:
-        layers: numbers of the layers with keys and values of their own.
-    """
+    """An empty state for every layer that has one or caches nothing, by its number; none where all have only keys."""
     config = model.config.get_text_config()
     with_state = state_layers_of(config)
     if not with_state:

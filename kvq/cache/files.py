@@ -60,8 +60,6 @@ def write(
 
     Args:
         about: `identity`, and a label for whoever reads the header.
-        dtype: of the cache (None: the model's).
-        states: of fixed size, by layer.
     """
     out = Writer()
     for index, layer in enumerate(layers):

@@ -65,7 +65,6 @@ class Reader:
 
     Args:
         tree, tensors: as the file has them.
-        device: where tensors go.
     """
 
     def __init__(self, tree: dict[str, Any], tensors: dict[str, Tensor], device: torch.device) -> None:

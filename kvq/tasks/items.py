@@ -44,13 +44,7 @@ def has_room(prompts: int, longest: int, rows: int | None) -> bool:
 
 
 def batches_of(lengths: Sequence[int], rows: int | None, unequal: bool) -> list[list[int]]:
-    """Indices of the prompts of each batch, by length.
-
-    Args:
-        lengths: tokens of each prompt.
-        rows: `task.batch_size`.
-        unequal: whether lengths in a batch may differ.
-    """
+    """Indices of the prompts of each batch, by length."""
     out: list[list[int]] = []
     for index in sorted(range(len(lengths)), key=lambda one: lengths[one]):  # little padding
         same = bool(out) and (unequal or lengths[out[-1][0]] == lengths[index])
@@ -165,7 +159,6 @@ def score_items(
 
     Args:
         score: scores one batch; does not depend on other batches.
-        label: names the run in the progress bar.
         prefix: of the items' names in the journal, for a second scoring of the same items.
     """
     out: list[Scored] = []

@@ -116,8 +116,6 @@ def check_known(
     """Raise `Unsupported` for a method with more than codecs and the rank of one query.
 
     Args:
-        inputs: of the run.
-        method: the method.
         plans: further policies that the task has a place for.
         apart: whether the task has tokens to which codebooks are fitted.
     """

@@ -59,8 +59,6 @@ class CacheLM(HFLM):
     """lm-eval's interface to a `Reader`.
 
     Args:
-        reader: model, method and prefill.
-        tokenizer: the model's.
         batch_size: contexts that are answered together; None: as `kvq.tasks.items` chooses.
         max_length: longest context in tokens, None = the model's own.
         journal: stores every answer at once; answers in it are not computed again.

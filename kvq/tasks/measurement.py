@@ -131,8 +131,6 @@ def journaled(
 
     Args:
         score: a row of an item, without its name.
-        label: names the progress bar.
-        unit: what an item is.
     """
     rows = []
     for item in tqdm(list(items), desc=label, unit=unit, leave=False, disable=None):

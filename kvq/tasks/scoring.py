@@ -132,7 +132,6 @@ def score_continuation(
     Args:
         cache: empty, of a `holding_method`.
         blocks: the residual that gives the block size of the prompt.
-        tokens: prompt and continuation.
         prompt: tokens of the prompt; its last one is read on the quantized cache.
     """
     loaded.hidden_states(tokens[:, : prompt - 1], cache)

@@ -46,10 +46,8 @@ def cut_windows(
 
     Args:
         streams: token ids; windows never cross from one to the next.
-        context: tokens per window.
         stride: None = disjoint windows, each scoring all its tokens but the first. Else windows start every `stride`
             tokens; a stream's first scores all, later ones only their last `stride` (EVALS: sliding).
-        limit: at most this many windows.
         bos: the first token of every window. It is one of the `context` tokens, so that caches, blocks and the model's
             longest context stay as they are; the `context - 1` tokens of text after it are all targets.
     """
@@ -103,8 +101,6 @@ class ReferenceLogProbs:
 
     Args:
         windows: the windows scored; rows follow their targets in order.
-        vocab: vocabulary size.
-        dtype: dtype of the log-probabilities.
         budget: most bytes to use; above it, or without that much disk, nothing is kept and `kept` is false.
     """
 
