@@ -183,23 +183,22 @@ class KVCacheLayer(Layer):
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         hidden, queries = self._hidden, key_states.shape[2]
-        if self.recording and self._record(key_states, value_states):
-            read = self._append_recorded(key_states, value_states, hidden)
-        elif self.token_by_token:
+        candidates = self._record(key_states, value_states) if self.recording else 0
+        head, prefill = queries - candidates, self.quantized_prefill
+        if candidates or self.token_by_token:
             columns, self._columns = self._columns, None
-            if columns is None and self._moving(queries):
+            if columns is None and self._moving(queries, candidates):
                 raise self._not_followed()
-            steps = self._each(lambda side, states: side.append_in_steps(states), key_states, value_states)
-            read = _joined(columns, *steps, hidden)
+
+            def append(side: CacheSide, states: Tensor) -> tuple[Tensor, Tensor | None]:
+                return side.append_then_steps(states, head, prefill) if candidates else side.append_in_steps(states)
+
+            read = _joined(columns, *self._each(append, key_states, value_states), hidden)
         else:
-            read = self._append(key_states, value_states, hidden)
+            keys, values = self._each(lambda side, states: side.append(states, prefill), key_states, value_states)
+            read = keys[:, :, hidden:], values[:, :, hidden:]
         self._leave()
         return read
-
-    def _append(self, key_states: Tensor, value_states: Tensor, hidden: int) -> tuple[Tensor, Tensor]:
-        prefill = self.quantized_prefill
-        keys, values = self._each(lambda side, states: side.append(states, prefill), key_states, value_states)
-        return keys[:, :, hidden:], values[:, :, hidden:]
 
     def _each(
         self, call: Callable[[CacheSide, Tensor], Read], key_states: Tensor, value_states: Tensor
@@ -224,8 +223,8 @@ class KVCacheLayer(Layer):
         length, offset = super().get_mask_sizes(query_length)
         return length - self._hidden, offset + self.key.dropped + self._hidden
 
-    def _moving(self, queries: int) -> bool:
-        return any(side.queries for side in self._moves(queries))
+    def _moving(self, queries: int, candidates: int = 0) -> bool:
+        return any(side.queries for side in self._moves(queries, candidates))
 
     def _not_followed(self) -> Unsupported:
         label = self.key.label.removesuffix(" and values").removesuffix(" keys")
@@ -247,20 +246,9 @@ class KVCacheLayer(Layer):
         self._recorded = Recorded(self.key.fork(), self.value.fork(), key_states, value_states, head)
         return candidates
 
-    def _append_recorded(self, key_states: Tensor, value_states: Tensor, hidden: int) -> tuple[Tensor, Tensor]:
-        assert self._recorded is not None
-        columns, self._columns = self._columns, None
-        head = self._recorded.head
-        moving = any(side.queries for side in self._moves_recorded(head, key_states.shape[2] - head))
-        prefill = self.quantized_prefill
-        read = self._each(lambda side, new: side.append_then_steps(new, head, prefill), key_states, value_states)
-        if columns is None and moving:
-            raise self._not_followed()
-        return _joined(columns, *read, hidden)
-
     def columns_for(self, queries: int, device: torch.device, known: SourceColumns | None) -> SourceColumns | None:
         self._columns = None
-        moves = self._moves(queries)
+        moves = self._moves(queries, (self._candidates or 0) if self.recording else 0)
         if any(side.queries for side in moves):
             tokens = self.key.tokens - self._hidden + queries
             if known is None or not known.serve(moves, tokens, queries, device):
@@ -268,17 +256,18 @@ class KVCacheLayer(Layer):
             self._columns = known
         return self._columns
 
-    def _moves(self, queries: int) -> tuple[Transitions, Transitions]:
-        """The tokens of each side that leave full precision before the last of the next `queries` tokens attends."""
-        if self.recording and self._candidates:
-            return self._moves_recorded(queries - self._candidates, self._candidates)
-        if self.token_by_token:
-            hidden = self._hidden
-            return clipped(self.key.moves(queries), hidden), clipped(self.value.moves(queries), hidden)
-        return Transitions(0, ()), Transitions(0, ())
+    def _moves(self, queries: int, candidates: int) -> tuple[Transitions, Transitions]:
+        """The tokens of each side that leave full precision before the last of the next `queries` tokens attends.
 
-    def _moves_recorded(self, head: int, queries: int) -> tuple[Transitions, Transitions]:
-        keys, values = (side.moves_then_steps(head, queries, self.quantized_prefill) for side in (self.key, self.value))
+        The last `candidates` of these count as if they came one by one; under `token_by_token` all do.
+        """
+        if not candidates and not self.token_by_token:
+            return Transitions(0, ()), Transitions(0, ())
+        prefill = self.quantized_prefill
+        keys, values = (
+            side.moves_then_steps(queries - candidates, candidates, prefill) if candidates else side.moves(queries)
+            for side in (self.key, self.value)
+        )
         return clipped(keys, self._hidden), clipped(values, self._hidden)
 
     def write(self, out: Writer) -> None:
