@@ -12,6 +12,7 @@ from kvq.cache.layer import KVCacheLayer, Read
 from kvq.cache.rotary import RopeTable
 from kvq.cache.side import CacheSide
 from kvq.cache.window import drop
+from kvq.kernels import PackedStates
 
 
 class ValuesOfKeys:
@@ -58,7 +59,7 @@ class JoinedLayer(KVCacheLayer):
         self, call: Callable[[CacheSide, Tensor], Read], key_states: Tensor, value_states: Tensor
     ) -> tuple[Read, Read]:
         found, heads = call(self.key, torch.cat([key_states, value_states], 1)), key_states.shape[1]
-        return _heads(found, slice(heads)), _heads(found, slice(heads, None))
+        return _heads(found, slice(heads)), _heads(found, slice(heads, 2 * heads))
 
     def _record(self, key_states: Tensor, value_states: Tensor) -> int:
         both = torch.cat([key_states, value_states], 1)
@@ -80,9 +81,9 @@ class JoinedLayer(KVCacheLayer):
 
 
 def _heads(found: Any, which: slice) -> Any:
-    """The heads of what a side returns: states, or a pair of them of which one may be None."""
-    return (
-        found[:, which]
-        if isinstance(found, Tensor)
-        else tuple(part if part is None else part[:, which] for part in found)
-    )
+    """The heads of what a side returns: states, stored ones, or a pair of states of which one may be None."""
+    if isinstance(found, PackedStates):
+        return found.of_heads(which)
+    if isinstance(found, Tensor):
+        return found[:, which]
+    return tuple(part if part is None else part[:, which] for part in found)

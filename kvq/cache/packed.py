@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import abc
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -107,20 +107,13 @@ class PackedLayer(KVCacheLayer):
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         hidden = self._hidden
-        keys, values = self._append_packed(key_states, value_states)
+        keys, values = self._each(lambda side, states: side.append_packed(states), key_states, value_states)  # type: ignore[attr-defined]
         self._leave()
         return PackedKeys(keys, hidden), values
-
-    def _append_packed(self, key_states: Tensor, value_states: Tensor) -> tuple[PackedStates, PackedStates]:
-        return self.key.append_packed(key_states), self.value.append_packed(value_states)
 
 
 class PackedJoinedLayer(PackedLayer, JoinedLayer):
     """A `PackedLayer` whose keys and values one transform has put into the same components."""
-
-    def _append_packed(self, key_states: Tensor, value_states: Tensor) -> tuple[PackedStates, PackedStates]:
-        heads, both = key_states.shape[1], self.key.append_packed(torch.cat([key_states, value_states], 1))
-        return both.of_heads(slice(0, heads)), both.of_heads(slice(heads, 2 * heads))
 
 
 def packed_side(like: CacheSide) -> PackedSide:
@@ -135,32 +128,26 @@ def packed_layer(like: KVCacheLayer, side: Callable[[CacheSide], PackedSide] = p
     return PackedLayer(side(like.key), side(like.value), like.quantized_prefill, like.window)
 
 
-def check_replaceable(model: nn.Module) -> None:
-    """Raise `Unsupported` where kvq cannot replace a model's attention function."""
-    for config, module in _configs(model):
+def use_packed_attention(model: nn.Module) -> None:
+    """Switch a model to attention functions that also read packed codes; for other caches nothing changes.
+
+    `Unsupported` where kvq cannot replace a model's attention function.
+    """
+    base = base_of(model)
+    configs = {module: getattr(module, "config", None) for module in attentions(base)}
+    for module, config in configs.items():
         way = getattr(config, "_attn_implementation", None)
         if not hasattr(sys.modules[type(module).__module__], "ALL_ATTENTION_FUNCTIONS"):
             raise Unsupported(f"cache.attention=packed: {type(module).__name__} takes no attention function")
         if str(way).removeprefix(PREFIX) not in ORIGINALS:
             raise Unsupported(f"cache.attention=packed: attention {way}; load the model with {' or '.join(ORIGINALS)}")
-
-
-def use_packed_attention(model: nn.Module) -> None:
-    """Switch a model to attention functions that also read packed codes; for other caches nothing changes."""
-    check_replaceable(model)
     for name in ORIGINALS:
         if PREFIX + name not in ALL_ATTENTION_FUNCTIONS:
             AttentionInterface.register(PREFIX + name, _function(name))
             AttentionMaskInterface.register(PREFIX + name, ALL_MASK_ATTENTION_FUNCTIONS[name])
-    base = base_of(model)
-    for config in [config for config, _ in _configs(model)] + [base.config]:
+    for config in [*configs.values(), base.config]:
         if config._attn_implementation in ORIGINALS:
             config._attn_implementation = PREFIX + config._attn_implementation
-
-
-def _configs(model: nn.Module) -> Iterator[tuple[Any, nn.Module]]:
-    for module in attentions(base_of(model)):
-        yield getattr(module, "config", None), module
 
 
 def _function(original: str) -> Callable[..., tuple[Tensor, Tensor | None]]:

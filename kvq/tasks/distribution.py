@@ -201,7 +201,10 @@ class Distributions:
             self._vectors(place, rotated)
             if layer.index not in self._seen:
                 for stage, y in (("input", getattr(layer, side)), ("NSN", steps["NSN"]), ("NSN+Hadamard", rotated)):
-                    self._moments(place, stage, moments(y))
+                    found = moments(y)
+                    for head, (mean, deviation) in enumerate(zip(found.mean, found.deviation, strict=True)):
+                        row = {"kind": "moments", **place, "head": head, "stage": stage}
+                        self.first.append({**row, "mean": _short(mean), "deviation": _short(deviation)})
                 self._lemma(place, steps["NSN"])
             if layer.index == self.task.vector_layer and self._kept < self.task.vector_windows:
                 self._keep(place, x)
@@ -218,11 +221,6 @@ class Distributions:
             for bits in CODEBOOKS[name]:
                 found = float(vector_cosine(rotated, bits, name).mean())
                 self._note("vq", {**place, "codebook": name, "bits": bits}, cosine=found)
-
-    def _moments(self, place: Place, stage: str, found: ChannelMoments) -> None:
-        for head, (mean, deviation) in enumerate(zip(found.mean, found.deviation, strict=True)):
-            row = {"kind": "moments", **place, "head": head, "stage": stage}
-            self.first.append({**row, "mean": _short(mean), "deviation": _short(deviation)})
 
     def _lemma(self, place: Place, normal: Tensor) -> None:
         found = moments(normal)

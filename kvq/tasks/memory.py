@@ -23,7 +23,7 @@ from kvq.cache.window import in_common, outside
 from kvq.codecs import Codec, Packed, Rope
 from kvq.config.diagnostics import MemoryConfig
 from kvq.config.residual import Policy, PrefillBlock, ResidualSide, leaving
-from kvq.errors import Unsupported
+from kvq.errors import ConfigError, Unsupported
 from kvq.methods.method import Method
 from kvq.models.inputs import Inputs
 from kvq.models.shapes import CacheShape, LayerKind, cache_shape
@@ -240,7 +240,11 @@ def check(inputs: Inputs, method: Method) -> None:
     for kind, side in itertools.product(shape.layers, ("key", "value")):
         if (codec := getattr(method, side)) is not None:
             codec.check(kind.dim(side))
-    inputs.check_tokens(max(task.lengths), f"task.lengths={task.lengths}:")
+    longest = shape.context
+    if longest is not None and max(task.lengths) > longest:
+        raise ConfigError(
+            f"task.lengths={task.lengths}: model={inputs.config.model.name} takes at most {longest} tokens"
+        )
 
 
 # Bytes depend on the model's shape, not on text.

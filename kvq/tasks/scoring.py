@@ -16,7 +16,6 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from kvq.cache import KVCache
-from kvq.cache.side import CacheSide
 from kvq.config.residual import Policy, PrefillBlock, Residual, ResidualSide
 from kvq.methods.method import Method
 from kvq.models import LoadedModel
@@ -118,7 +117,7 @@ _NEVER = 2**30
 
 
 def holding_method(method: Method) -> Method:
-    """The method with a residual that never fills: the cache keeps full precision until `_quantize` is called."""
+    """The method with a residual that never fills: the cache keeps full precision until it is encoded at once."""
     sides = [dataclasses.replace(side, policy=Policy.block, size=_NEVER) for side in _sides(method.residual)]
     return dataclasses.replace(method, residual=Residual(*sides))
 
@@ -136,23 +135,17 @@ def score_continuation(
     """
     loaded.hidden_states(tokens[:, : prompt - 1], cache)
     for layer in cache.kv_layers:
-        for side, block in zip((layer.key, layer.value), _sides(blocks), strict=True):
-            _quantize(side, block)
+        for side, residual in zip((layer.key, layer.value), _sides(blocks), strict=True):
+            if side.codec is not None and side._full is not None:
+                whole = residual.prefill_block is PrefillBlock.whole or residual.size == 0
+                states, side._full = side._full.view, None
+                side._encode(states, None if whole else residual.size)
     hidden = loaded.hidden_states(tokens[:, prompt - 1 : -1], cache)
     yield ScoredChunk(loaded.logits(hidden), tokens[:, prompt:])
 
 
 def _sides(residual: Residual) -> tuple[ResidualSide, ResidualSide]:
     return residual.key, residual.value
-
-
-def _quantize(side: CacheSide, residual: ResidualSide) -> None:
-    """Encode all that a side holds in full precision."""
-    if side.codec is None or side._full is None:
-        return
-    whole = residual.prefill_block is PrefillBlock.whole or residual.size == 0
-    states, side._full = side._full.view, None
-    side._encode(states, None if whole else residual.size)
 
 
 def steps(method: Method) -> bool:

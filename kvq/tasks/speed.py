@@ -232,7 +232,9 @@ def measure_latency(inputs: Inputs, method: Method, baseline: Baseline | None, j
         metrics |= _times("prefill", name, here, SUBJECT, prefill, prefill)
         metrics |= _times("decode", name, here, SUBJECT, step, partial(_mean_step, task.new_tokens))
         for regime in () if method.is_full_precision else task.regimes:
-            metrics |= _regime(regime, name, here, task.new_tokens)
+            one = _times(f"decode_{regime}", name, here, regime, step, partial(_mean_step, task.new_tokens))
+            over = {key.removeprefix("decode_"): ratio for key, ratio in one.items() if f"_{regime}_over_" in key}
+            metrics |= one | {f"overhead_{key}": 100 * (ratio - 1) for key, ratio in over.items()}
         metrics |= step_metrics(name, here, SUBJECT)
         metrics[f"cache_bytes_{name}"] = float(here[0]["cache_bytes"])
     return timed_measurement(metrics, rows)
@@ -254,14 +256,6 @@ def _times(
         of_means = metrics[f"{part}_mean_{cell}"] / mean_of(rows, reference, mean)
         metrics |= {f"{part}_over_{reference}_{cell}": ratio, f"{part}_mean_over_{reference}_{cell}": of_means}
     return metrics
-
-
-def _regime(regime: Regime, cell: str, rows: list[Row], new_tokens: int) -> dict[str, float]:
-    """As `_times` of a decoded token in one regime, and its overhead over each reference."""
-    step, part = itemgetter("step_seconds_median"), f"decode_{regime}"
-    metrics = _times(part, cell, rows, regime, step, partial(_mean_step, new_tokens))
-    over = [name for name in metrics if name.startswith(f"{part}_over_")]
-    return metrics | {f"overhead_{name.removeprefix('decode_')}": 100 * (metrics[name] - 1) for name in over}
 
 
 def check_latency(inputs: Inputs, method: Method) -> None:
