@@ -7,8 +7,8 @@ from typing import Any
 
 from datasets import Dataset
 
-from kvq.data.rows import objects
-from kvq.errors import DataError
+from kvq.data.rows import json_records
+from kvq.errors import DataError, reason_of
 
 
 def items(path: str, **_: Any) -> dict[str, Dataset]:
@@ -16,13 +16,21 @@ def items(path: str, **_: Any) -> dict[str, Dataset]:
 
     Args:
         path: jsonl, in each line `input` (the prompt with its question) and `outputs` (the answers).
+
+    Raises:
+        DataError: no such file, or a line without these fields.
     """
     rows: list[dict[str, Any]] = []
     try:
-        for row in objects(Path(path), "input and outputs"):
-            rows.append({"input": str(row["input"]), "outputs": [str(answer) for answer in row["outputs"]]})  # noqa: PERF401 - rows counts them
+        for row in json_records(Path(path)):
+            item = {"input": str(row["input"]), "outputs": [str(answer) for answer in row["outputs"]]}
+            rows.append(item)
+    except (OSError, ValueError) as error:
+        raise DataError(f"dataset.path={path}: {reason_of(error)}") from error
     except (KeyError, TypeError) as error:
         raise DataError(f"dataset.path={path}: row {len(rows) + 1} is no item of RULER (input, outputs)") from error
+    if not rows:
+        raise DataError(f"dataset.path={path}: no items")
     return {"test": Dataset.from_list(rows)}
 
 
