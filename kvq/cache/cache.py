@@ -245,22 +245,19 @@ class KVCache(PaddableCache, WatchfulCache):
         for layer in self.kv_layers:
             layer.record(on)
 
-    def _count_candidates(self, logits_to_keep: Any) -> None:
-        told = logits_to_keep if type(logits_to_keep) is int and logits_to_keep > 0 else None
-        if told is None and self._candidates is None:
-            raise Unsupported("logits_to_keep: the model is not told it, which is how candidates are known")
-        if told is None:  # no longer assisted generation
-            self._record(False)
-        self._candidates = None if told is None else told - 1
-
     @isolated()
     def receive_tokens(self, input_ids: Tensor | None, padding: Sequence[int] | None, logits_to_keep: Any) -> None:
         if padding != self.padding:
             self.pad(padding)
         if input_ids is not None and self.get_seq_length():
             self.check_part(self._model(), input_ids.shape[1])
-        if self.recording:
-            self._count_candidates(logits_to_keep)
+        if self.recording and type(logits_to_keep) is int and logits_to_keep > 0:
+            self._candidates = logits_to_keep - 1
+        elif self.recording:  # no longer assisted generation
+            if self._candidates is None:
+                raise Unsupported("logits_to_keep: the model is not told it, which is how candidates are known")
+            self._record(False)
+            self._candidates = None
         for layer in self._own:
             layer.receive_tokens(input_ids)
 

@@ -299,6 +299,15 @@ class CacheSide:
             self._store = self._new_store(self.codec)
             self._store.read(given.part("store"), self._turns)
 
+    def droppable(self, tokens: int) -> int:
+        """How many of the first `tokens` tokens can be forgotten: whole blocks, or any where nothing is encoded."""
+        if not self.drops:
+            return 0
+        if self.codec is None:
+            return min(tokens, self.residual_tokens)
+        # Tokens that wait for their block are part of its statistics.
+        return 0 if self._store is None else self._store.droppable(tokens)
+
     def drop(self, tokens: int) -> None:
         """Forget the first `tokens` tokens, as many as `kvq.cache.window` says."""
         self.dropped += tokens

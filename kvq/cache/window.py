@@ -8,7 +8,6 @@ columns either way: those that transformers' own sliding layers return.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -25,7 +24,7 @@ def outside(tokens: int, window: int | None) -> int:
 
 def drop(sides: Sequence[CacheSide], tokens: int) -> None:
     """Forget as many of the first `tokens` cached tokens as all sides can."""
-    tokens = in_common(tokens, [functools.partial(_droppable, side) for side in sides])
+    tokens = in_common(tokens, [side.droppable for side in sides])
     if tokens:
         for side in sides:
             side.drop(tokens)
@@ -37,15 +36,6 @@ def in_common(tokens: int, droppable: Sequence[Callable[[int], int]]) -> int:
     while before > tokens:  # until no side has to give less than another
         before, tokens = tokens, min(one(tokens) for one in droppable)
     return tokens
-
-
-def _droppable(side: CacheSide, tokens: int) -> int:
-    if not side.drops:
-        return 0
-    if side.codec is None:
-        return min(tokens, side.residual_tokens)
-    # Tokens that wait for their block are part of its statistics.
-    return 0 if side._store is None else side._store.droppable(tokens)
 
 
 def clipped(moves: Transitions, hidden: int) -> Transitions:

@@ -144,7 +144,7 @@ class CacheLM(HFLM):
                     scored[0]["cost"] |= cost  # which the first option pays for
                     self.journal.add([one | {"sample": one["sample"] | {"together": len(batch)}} for one in scored])
                     bar.update()
-        return list(map(tuple, self._recalled([self._of(request[0]) for request in requests], keys)))
+        return list(map(tuple, self._recalled([self._of(name) for name, _, _ in requests], keys)))
 
     def _cut(self, request: Any) -> tuple[Tokens, Tokens]:
         """Context and continuation, the context's left end cut to what the model takes."""
