@@ -59,7 +59,7 @@ class JoinedLayer(KVCacheLayer):
         self, call: Callable[[CacheSide, Tensor], Read], key_states: Tensor, value_states: Tensor
     ) -> tuple[Read, Read]:
         found, heads = call(self.key, torch.cat([key_states, value_states], 1)), key_states.shape[1]
-        return _heads(found, slice(heads)), _heads(found, slice(heads, 2 * heads))
+        return _heads(found, slice(0, heads)), _heads(found, slice(heads, 2 * heads))
 
     def _record(self, key_states: Tensor, value_states: Tensor) -> int:
         both = torch.cat([key_states, value_states], 1)
