@@ -1,11 +1,12 @@
 """Caches on disk: one safetensors file that names method, model, versions and dtype, and holds the state of all layers.
 
 Nothing in a file is code. What it says is compared with the method and the model that are to go on from it, and a
-digest shows that its tensors, of which one holds the plain numbers of the state, are those that were written.
+digest each shows that its tensors and the plain numbers of its state are those that were written.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -30,8 +31,6 @@ from kvq.results.versions import declared, versions_of_method
 FORMAT = "kvq-cache-2"
 _WHAT = "cache"
 _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (torch.float16, torch.bfloat16, torch.float32)}
-_STATE = "state"
-"""The tensor of the state's plain numbers: JSON in bytes."""
 
 
 def identity(model: Any, method: Any, layers: int) -> dict[str, Any]:
@@ -73,13 +72,18 @@ def write(
         "format": FORMAT,
         "tokens": layers[0].get_seq_length(),
         "batch": max(layers[0].batch_size, 0),
+        "state": out.tree,
+        "state_sha256": _digest(out.tree),
         "cache_dtype": None if dtype is None else str(dtype).removeprefix("torch."),
     }
-    numbers = torch.frombuffer(bytearray(json.dumps(out.tree, sort_keys=True).encode()), dtype=torch.uint8)
     try:
-        write_file(path, dump({**out.tensors, _STATE: numbers}, header))
+        write_file(path, dump(out.tensors, header))
     except OSError as error:
         raise RecordError(f"{_WHAT} {path}: cannot be written: {cause(error)}") from error
+
+
+def _digest(tree: Any) -> str:
+    return hashlib.sha256(json.dumps(tree, sort_keys=True).encode()).hexdigest()
 
 
 def dtype_of(path: Path, about: Mapping[str, Any]) -> torch.dtype | None:
@@ -120,13 +124,14 @@ def read(
         groups: the table of each layer, by index; empty: there are no tables.
         states: of fixed size, by layer.
     """
-    _, tensors = read_tensors(path, _WHAT, FORMAT)
-    tree = json.loads(bytes(tensors.pop(_STATE).tolist()))
+    header, tensors = read_tensors(path, _WHAT, FORMAT)
+    if header.get("state_sha256") != _digest(header.get("state")):
+        raise DataError(f"{_WHAT} {path}: damaged, its state is not the one that was written")
     # Where each part with a layer's number computes; of those that share a module, where the first does.
     numbered = [(layer_of(module), module) for module in base_of(model).modules()]
     devices = {int(index): device_of(module) for index, module in numbered if index is not None}
     first = next(iter(devices.values()))
-    given = Reader(tree, tensors, first)
+    given = Reader(header["state"], tensors, first)
     held = kv_layers_of(model.config.get_text_config())  # type: ignore[union-attr, operator]
     for index, table in enumerate(tables):
         device = devices.get(held[groups.index(index)].index, first)
