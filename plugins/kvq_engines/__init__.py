@@ -6,6 +6,7 @@ PLUGIN = Plugin(
     "kvq_engines",
     tasks={"engine": "kvq_engines.perplexity"},
     commands={"kld": "kvq_engines.kld"},
+    modules={"figures": ["kvq_engines.figures"]},
     renamed={"kvq.codecs.PairOrder": "kvq_engines.pair_order.PairOrder"},
     has_versions=True,
 )

@@ -93,45 +93,6 @@ def steps_figure(table: pd.DataFrame) -> Figure:
     return made
 
 
-def places_table(records: Sequence[Record], store: Store) -> pd.DataFrame:
-    """Relative errors of complete methods by layer and by stretch of positions, keys and values."""
-    lines = []
-    for record in records:
-        rows = rows_of(record, store, "error")
-        if rows.empty:
-            continue
-        rows = rows[rows["complete"] & (rows["side"] != "both")]
-        for (side, rope, layer), part in rows.groupby(["side", "rope", "layer"], sort=False):
-            lines.append((named(record), side, rope, "layer", layer, part["rel_mse"].mean()))
-        bins = rows_of(record, store, "positions")
-        for (side, rope), part in bins.groupby(["side", "rope"], sort=False):
-            means = [sum(column) / len(column) for column in zip(*part["rel_mse"], strict=True)]
-            for (start, end), value in zip(part["bins"].iloc[0], means, strict=True):
-                lines.append((named(record), side, rope, "position", (start + end) / 2, value))
-    return pd.DataFrame(lines, columns=["method", "side", "rope", "by", "place", "rel_mse"])
-
-
-@register_figure("error-places", "Errors on {where}", places_table, task="error")
-def places_figure(table: pd.DataFrame) -> Figure:
-    """Keys above, values below; by layer left, by position right; dashed: keys quantized before RoPE."""
-    made, axes = panels(2, 4.2, 2, 2, sharey="row")
-    looks = lines_of(table["method"])
-    for line, side in zip(axes, ("key", "value"), strict=True):
-        for axis, by in zip(line, ("layer", "position"), strict=True):
-            here = table[(table["side"] == side) & (table["by"] == by)]
-            for method, look in looks.items():
-                for rope, dashes, words in (("after", "-", ""), ("before", "--", ", before RoPE")):
-                    part = here[(here["method"] == method) & (here["rope"] == rope)]
-                    if not part.empty:
-                        style = {"color": look.color, "marker": look.marker, "label": f"{method}{words}"}
-                        axis.plot(part["place"], part["rel_mse"], dashes, **style)
-            axis.set_ylim(bottom=0)
-            dress(axis, "layer" if by == "layer" else "position (token)", grid="both", whole=by == "layer")
-        line[0].set_ylabel(f"{side}s: relative squared error")
-    made.legend(*axes[0][0].get_legend_handles_labels(), loc="outside right upper")
-    return made
-
-
 def plane_table(records: Sequence[Record], store: Store, quantity: str) -> pd.DataFrame:
     """One quantity by lowness of sinks and size of outlier channels, one line per run and pair; empty without it."""
     rows = labelled_rows(records, store, "plane")

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pandas as pd
 
-from kvq.report.figures.drawing import GREY, dress, handle, heat, level, multiples, panels, register_figure
+from kvq.report.figures.drawing import GREY, dress, handle, level, multiples, panels, register_figure
 from kvq.report.figures.error import rows_of
 from kvq.report.figures.style import colour, evenly_spread, marker
 from kvq.results import Record, Store
@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 SIDES = ("query", "key", "value")
-_BOXES = 20
 _LAYERS = 4  # columns of the figure by layer; of more layers, that many evenly spread
 _LOW = 0.5  # a token whose median norm is below so much of the others' stands apart in colour
 _BOX = ("least", "lower", "median", "upper", "largest")
@@ -38,23 +37,6 @@ def norms_table(record: Record, store: Store) -> pd.DataFrame:
         for head, norm in enumerate(row["norms"][index])
     ]
     return pd.DataFrame(lines, columns=["side", "layer", "head", "position", "norm", "relative_norm", "attention"])
-
-
-@register_figure("tni-boxes", "Token norms over layers and heads: {where}", norms_table, of="first", task="tni")
-def boxes_figure(table: pd.DataFrame) -> Figure:
-    """Boxes over all layers and heads of the norm over its head's median, at the first and some later positions."""
-    made, axes = panels(2, 4.4, 3, 1, sharex=True)
-    chosen = _positions(table, 16, _BOXES - 16)
-    for axis, side in zip(axes, SIDES, strict=True):
-        part = table[table["side"] == side]
-        medians = part.groupby(["layer", "head"])["norm"].transform("median")
-        _boxes(axis, part.assign(share=part["norm"] / medians), "share", chosen)
-        level(axis, 1)
-        axis.set_ylim(bottom=0)
-        dress(axis, y=f"{side} norm /\nmedian of its head")
-    axes[-1].set_xticks(range(1, len(chosen) + 1), [str(position) for position in chosen])
-    axes[-1].set_xlabel("position (token)")
-    return made
 
 
 def _by_side_and_layer(table: pd.DataFrame, layers: Sequence[int]) -> tuple[Figure, Any, list[tuple[Any, ...]]]:
@@ -97,33 +79,6 @@ def _boxes(axis: Any, part: pd.DataFrame, quantity: str, positions: list[int]) -
         if low:  # its box is too thin for its colour to be seen
             box.set(edgecolor=colour(0), linewidth=2)
             line.set_color(colour(0))
-
-
-@register_figure("tni-heat", "Where tokens are low in norm: {where}", norms_table, of="first", task="tni")
-def heat_figure(table: pd.DataFrame) -> Figure:
-    """Layer by position: relative norms (median over heads) of queries, keys and values, and the attention received."""
-    from matplotlib.colors import LogNorm
-
-    made, axes = panels(2, 3.6, 2, 2, sharex=True, sharey=True)
-    for axis, side in zip(axes.flat, (*SIDES, "attention"), strict=True):
-        attention = side == "attention"
-        part = table[table["side"] == ("key" if attention else side)]
-        grid = part.groupby(["layer", "position"])["attention" if attention else "relative_norm"].first().unstack()
-        if attention:
-            image = heat(axis, grid.to_numpy().clip(1e-4), norm=LogNorm(1e-4, 1), cmap="cividis")
-            made.colorbar(image, ax=axis, label="mean weight received")
-        else:
-            image = heat(axis, grid, vmin=0, vmax=2, cmap="PuOr")
-            made.colorbar(image, ax=axis, label="norm / median", extend="max")
-        axis.set_title(side if attention else f"{side} norms")
-        names = [str(layer) for layer in grid.index] if len(grid.index) <= 12 else None
-        axis.set_yticks(range(len(grid.index)), names)
-        if axis is axes[0, 0]:
-            ticks = sorted({0, 8, *np.linspace(15, grid.shape[1] - 1, 4).astype(int)} & set(range(grid.shape[1])))
-        axis.set_xticks(ticks, [str(grid.columns[tick]) for tick in ticks])
-    made.supxlabel("position (token; from 16 on logarithmic)", fontsize=8)
-    made.supylabel("layer", fontsize=8)
-    return made
 
 
 def groups_table(record: Record, store: Store) -> pd.DataFrame:

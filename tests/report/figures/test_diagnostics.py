@@ -86,10 +86,7 @@ def test_every_figure_has_its_numbers_beside_it(store: Store, tmp_path: Path) ->
     kinds = (
         "error-steps-oscar_2",
         "error-steps-kivi_2",
-        "error-places",
-        "tni-boxes",
         "tni-layers",
-        "tni-heat",
         "tni-groups-oscar_2",
         "tni-groups-kivi_2",
         "distribution-kl",

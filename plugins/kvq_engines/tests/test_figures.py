@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 
 from kvq.report.figures.every import drawings
-from kvq.report.figures.perplexity import KINDS, agreement_figure, agreement_table
 from kvq.report.tables.build import build_tables
 from kvq.report.tables.formats import csv, markdown
 from kvq.results import Store
+from kvq_engines.figures import KINDS, agreement_figure, agreement_table
 from tests.report import sweeps
 
 METRICS = {
