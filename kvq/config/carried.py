@@ -21,12 +21,7 @@ _INSTALL = "`make real MODELS=smollm2_135m,gemma3_270m` installs those of conf/m
 
 
 def carried_gguf(setting: str, given: str) -> Path:
-    """The GGUF file that an installed distribution (`distribution:<name>`) carries, the first where it has several.
-
-    Raises:
-        DataError: it or a distribution with a piece is not installed, it carries none, or a piece is not the one that
-            its distribution lists; the line begins with `setting`.
-    """
+    """The GGUF file that an installed distribution (`distribution:<name>`) carries, the first where it has several."""
     place, name = f"{setting}={given}", given.removeprefix(DISTRIBUTION)
     whole = _installed(place, name)
     for entry in whole.files or ():

@@ -81,9 +81,6 @@ def choices_in(folder: Path) -> Iterator[Choice]:
     """All choices of a folder laid out as `conf/` is, by group and name.
 
     Other files whose names begin with an underscore, and those in such folders, are parts of choices and left out.
-
-    Raises:
-        ConfigError: a table that is not as the module says.
     """
     found: list[Choice] = []
     for path in folder.rglob("*.yaml"):

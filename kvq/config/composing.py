@@ -97,9 +97,6 @@ def compose(overrides: Sequence[str], config_dir: str | Path | None = None) -> D
         overrides: as on the command line, such as `["method=nsn", "bits=2"]`.
         config_dir: a further folder of configuration groups and modules, as `--config-dir` gives on the command line
             (None: the one that the process uses, if any).
-
-    Raises:
-        HydraException, OmegaConfBaseException, ConfigError: overrides that do not compose.
     """
     return composition(overrides, config_dir).config
 

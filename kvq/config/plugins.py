@@ -69,11 +69,7 @@ class Plugin:
 
 @functools.cache
 def installed() -> Mapping[str, Plugin]:
-    """The plugins in use by name. One that cannot be imported is left out, with one line on stderr.
-
-    Raises:
-        ConfigError: two plugins have a task or a command of the same name.
-    """
+    """The plugins in use by name. One that cannot be imported is left out, with one line on stderr."""
     found = {entry.name: plugin for entry in _entries() if (plugin := _load(entry)) is not None}
     owners: dict[tuple[str, str], str] = {}
     for name, plugin in found.items():
@@ -279,11 +275,7 @@ def _import_task(task: str, name: str, file: Path | None) -> ModuleType:
 
 
 def settings_of_task(task: str) -> type[TaskConfig]:
-    """The dataclass of the settings of a plugin's task, whose module is imported.
-
-    Raises:
-        ConfigError: no plugin has the task, or it cannot be imported.
-    """
+    """The dataclass of the settings of a plugin's task, whose module is imported."""
     plugin = next((plugin for plugin in installed().values() if task in plugin.tasks), None)
     if plugin is None:
         raise ConfigError(why_not(task, None))

@@ -20,11 +20,7 @@ from kvq.errors import ConfigError, did_you_mean
 
 
 def resolve_part(cfg: DictConfig, part: str) -> Any:
-    """Check one part's values and return it typed, as `resolve` has it.
-
-    Raises:
-        ConfigError: as in `resolve`; what several parts have to agree on is not checked.
-    """
+    """Check one part's values and return it typed, as `resolve` has it."""
     if not OmegaConf.is_config(cfg[part]):
         return cfg[part]
     _check_keys(cfg[part], f"{part}.")
@@ -43,11 +39,7 @@ def _typed(part: str, settings: Any) -> Any:
 
 
 def resolve(cfg: DictConfig) -> Config:
-    """Check every value and return the typed configuration; the method's codecs are plain dicts without interpolations.
-
-    Raises:
-        ConfigError: a value out of range, of the wrong type, or missing.
-    """
+    """Check every value and return the typed configuration; codecs are plain dicts, without interpolations."""
     try:
         _check_keys(cfg)
         bits_of(cfg)

@@ -92,12 +92,7 @@ def method_of(config: Config, *head_dims: int) -> Method:
 
 
 def instantiate_method(method: MethodConfig, residual: ResidualConfig, bits: Any, head_dim: int) -> Method:
-    """Build a method from resolved configuration.
-
-    Raises:
-        ConfigError: an unknown argument or stage, or a value that is not allowed.
-        Unsupported: bits outside `bits_range`, a head dim that a stage cannot do, or a backend that is not installed.
-    """
+    """Build a method from resolved configuration."""
     by_layer = _by_layer(method, residual, bits, head_dim)
     given = None
     if method.bits_range is not None:

@@ -94,9 +94,6 @@ class Eviction(Policy, abc.ABC):
             methods keep equally many at one budget, so their caches are equal to the byte.
         least: a share of the tokens never means fewer than this.
         when: see `When`.
-
-    Raises:
-        ConfigError: a budget that is not positive or leaves no room for the tokens that the method always keeps.
     """
 
     setting = "eviction"
@@ -131,12 +128,7 @@ class Eviction(Policy, abc.ABC):
         return None
 
     def wrap_layer(self, like: KVCacheLayer, layer: int, config: Any) -> KVCacheLayer:
-        """A layer that evicts.
-
-        Raises:
-            ConfigError: eviction after every forward from quantized blocks.
-            Unsupported: layers that read the keys and values of other layers.
-        """
+        """A layer that evicts."""
         if self.when is When.always and (like.key.codec is not None or like.value.codec is not None):
             raise ConfigError("method.eviction.when=always: tokens cannot leave quantized blocks; use prompt")
         if getattr(config, "num_kv_shared_layers", None):
@@ -272,11 +264,7 @@ class EvictingLayer(AttendedLayer):
         return self.eviction.observes and (self.eviction.when is When.always or not self.get_seq_length())
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """As `KVCacheLayer.update`; tokens are evicted after the attention that reads the result.
-
-        Raises:
-            Unsupported: a prompt token by token for a method that evicts once, after it.
-        """
+        """As `KVCacheLayer.update`; tokens are evicted after the attention that reads the result."""
         if self.eviction.when is When.always:
             out = super().update(key_states, value_states, *args, **kwargs)
             if not self.eviction.observes:

@@ -53,10 +53,6 @@ class MergedRotation(Policy):
         """Rotate the sides in all layers while the context lasts; the same weights, bit for bit, come back after it.
 
         A second copy of the projections is held meanwhile.
-
-        Raises:
-            Unsupported: attention without plain projections in every layer, or that does more with them than sum values
-                and multiply queries by keys; keys with rotary embeddings.
         """
         text = model.config.get_text_config()  # type: ignore[union-attr, operator]
         sides = {side: _heads(model, text, side) for side in self.rotations}
@@ -108,11 +104,7 @@ def check_unrotated(config: Any) -> None:
 def merged_rotation(
     name: str, codecs: Mapping[str, Codec | None], sides: Mapping[str, bool]
 ) -> tuple[dict[str, Codec | None], MergedRotation | None]:
-    """The codecs without the rotations that the weights take over (on the `sides` that ask for it), and the latter.
-
-    Raises:
-        ConfigError: a side whose first stage is no Hadamard rotation.
-    """
+    """The codecs without the rotations that the weights take over (on the `sides` that ask for it), and the latter."""
     left, rotations = dict(codecs), {}
     for side in (side for side, asked in sides.items() if asked):
         codec = codecs[side]

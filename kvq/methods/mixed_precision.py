@@ -59,9 +59,6 @@ class OutlierTokens(MixedPrecision):
         pool: number of tokens.
         exempt_layers: number of first layers without a pool.
 
-    Raises:
-        ConfigError: an empty pool, or a negative number of layers.
-
     Source: OTT (arXiv 2505.10938).
     """
 
@@ -106,9 +103,6 @@ class Saliency(MixedPrecision):
         divide_by: `probes` gives the mean weight from the probes that see a token; `later` is the released code's.
         decoding: `shares` takes as many probes of every block; `last` takes only the last query of the blocks after
             the first, which is the prompt where it is read at once (the released code).
-
-    Raises:
-        ConfigError: shares that are negative or sum to more than 1; an unknown `divide_by` or `decoding`.
 
     Source: ZipCache (arXiv 2405.14256), sections 4.3 and 4.4; kvquant-plus-plus, section 3.1 (both shares 0).
     """

@@ -124,10 +124,7 @@ def check_needs(name: str, policies: Iterable[Policy], asker: str, *needed: Capa
     """Raise `Unsupported` where a policy of a method excludes what the asker needs.
 
     Args:
-        name: of the method.
-        policies: of the method.
         asker: the setting that needs the capabilities, such as `task=error`.
-        needed: capabilities.
     """
     for policy in policies:
         for capability in needed:

@@ -77,11 +77,7 @@ class Maker:
                 yield side, "Mapping[str, Any]", {}
 
     def __call__(self, bits: Any = 3, **given: Any) -> Preset:
-        """A preset.
-
-        Raises:
-            ConfigError: a setting that the method has not.
-        """
+        """A preset."""
         words = []
         apart = {side: given.pop(side, {}) for side in _SIDES}
         for one, value in given.items():
@@ -115,11 +111,7 @@ def names() -> dict[str, str]:
 
 
 def maker(called: str) -> Maker:
-    """The call of a name, such as `KIVI`.
-
-    Raises:
-        AttributeError: no method has this name.
-    """
+    """The call of a name, such as `KIVI`."""
     name = next((name for name, other in names().items() if other == called), None)
     if name is None:
         raise AttributeError(

@@ -39,9 +39,6 @@ class AdaptiveTiers(MixedPrecision):
         relative: thresholds are multiples of 1/T, the mean weight of T tokens; else weights.
         hysteresis: a token moves where its score is beyond a threshold by this share of it.
 
-    Raises:
-        ConfigError: thresholds that do not fall or are not positive, a decay or hysteresis outside of 0 to below 1.
-
     Source: kvquant-plus-plus, section 3.3, which has neither thresholds nor hysteresis and moves tokens at every step.
     """
 

@@ -38,11 +38,7 @@ def installed(backend: str) -> bool:
 
 
 def check_backend(method: str, backend: BackendConfig, bits: Bits, residual: Residual) -> None:
-    """Check bits, residual and installation.
-
-    Raises:
-        Unsupported: a package that is not installed, bits it does not pack, another residual than transformers has.
-    """
+    """Check bits, residual and installation."""
     known = BITS[backend.name]
     if bits.key != bits.value:
         raise Unsupported(f"bits={bits.label}: {method} has one number of bits for keys and values")
@@ -60,11 +56,7 @@ def check_backend(method: str, backend: BackendConfig, bits: Bits, residual: Res
 
 @functools.cache
 def check_works(backend: str, device: torch.device) -> None:
-    """Quantize and dequantize one token, because optimum-quanto compiles C++ the first time it does.
-
-    Raises:
-        Unsupported: the backend's package is installed but fails.
-    """
+    """Quantize and dequantize one token, because optimum-quanto compiles C++ the first time it does."""
     held, token = _LAYERS[backend](nbits=4, q_group_size=64), torch.zeros(1, 1, 1, 64, device=device)
     try:
         for _ in range(2):
@@ -185,12 +177,7 @@ class TransformersLayer(Layer):
         self.is_initialized = True
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Append `[batch, heads, tokens, head_dim]` states and return those that attention reads, oldest token first.
-
-        Raises:
-            DataError: states that are NaN or infinite, or another batch than that held.
-            Unsupported: a partial group; tokens fed one by one past a flush.
-        """
+        """Append `[batch, heads, tokens, head_dim]` states and return those that attention reads, oldest first."""
         for states, side in ((key_states, "keys"), (value_states, "values")):
             if not bool(torch.isfinite(states).all()):
                 raise DataError(
@@ -237,12 +224,7 @@ class TransformersLayer(Layer):
             )
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Remove the last `-tokens_to_remove` tokens (a negative number, as in transformers).
-
-        Raises:
-            ConfigError: a positive number.
-            Unsupported: the cut reaches into what is quantized.
-        """
+        """Remove the last `-tokens_to_remove` tokens (a negative number, as in transformers)."""
         self.check_crop(tokens_to_remove)
         left = self.key.residual_tokens + tokens_to_remove
         for held in self.held if tokens_to_remove else []:

@@ -142,11 +142,7 @@ Stored = Mapping[str, Tensor]
 
 
 def stored_in(files: Sequence[Path]) -> Stored:
-    """The tensors of some files by name: shapes and dtypes, no numbers are read.
-
-    Raises:
-        Exception: of several libraries, for a file that is missing, cut short or garbled.
-    """
+    """The tensors of some files by name: shapes and dtypes, no numbers are read."""
     return {name: found for file in files for name, found in _tensors(file).items()}
 
 

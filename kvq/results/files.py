@@ -105,11 +105,7 @@ def loose_samples(record_path: Path) -> Path:
 
 
 def read_samples(loose: Path) -> bytes:
-    """The samples that a run wrote to `loose`, which may have been moved into the `samples.zip` of the folder.
-
-    Raises:
-        OSError: they are in neither (`FileNotFoundError`), or a file is cut short or garbled.
-    """
+    """The samples that a run wrote to `loose`, which may have been moved into the `samples.zip` of the folder."""
     with contextlib.suppress(FileNotFoundError):
         return loose.read_bytes()
     with _pack(loose.with_name(PACK)) as pack:

@@ -95,7 +95,6 @@ def units_of(names: Iterable[str], more: Mapping[str, str] | None = None) -> dic
     """Units of metrics. A part and a standard error have the unit of the whole.
 
     Args:
-        names: the metrics.
         more: units of metrics that are not listed here, such as another library's; "1": no unit.
     """
     known = dict(more or {}) | {metric.name: metric.unit for metric in METRICS.values()}

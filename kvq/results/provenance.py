@@ -44,7 +44,6 @@ def collect(*, device: str | torch.device = "cpu", command: str | None = None, *
     """The provenance of a run: what this process can find out, and what the runner passes.
 
     Args:
-        device: where the model ran.
         command: the command line; None takes this process's own.
         known: the other fields of `Provenance`: `dtype`, `seed`, `started` (`utc_now()`), and those that are empty
             where the run ended before they were known.
