@@ -158,7 +158,7 @@ def _hydra_environment(given: Sequence[str]) -> Iterator[None]:
     """
     changed = {"HYDRA_FULL_ERROR": "1"}
     if (own := plugins.folder_in_use()) is not None:
-        changed["PYTHONPATH"] = plugins.import_path(own)
+        changed["PYTHONPATH"] = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH", ""), str(own)]))
     with tempfile.TemporaryDirectory(prefix="kvq-") as scratch:
         changed["KVQ_SCRATCH"] = scratch
         before = {name: os.environ.get(name) for name in changed}

@@ -194,11 +194,6 @@ def add_option(parser: ArgumentParser) -> None:
     )
 
 
-def import_path(folder: Path) -> str:
-    """`PYTHONPATH` under which processes that this one starts find the modules of a folder too."""
-    return os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH", ""), str(folder)]))
-
-
 def register_tasks(folder: Path | None) -> None:
     """Make the schemas of tasks of plugins and of a folder known to Hydra, as `NAME_schema` of the group `task`.
 

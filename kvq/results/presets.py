@@ -29,17 +29,6 @@ from kvq.errors import ConfigError
 from kvq.results.record import FromPresets, Record, canonical
 
 
-def preset_of_method(name: str, bits: str, scoring: str | None) -> Settings | None:
-    """`method` and `residual` of a preset as a run's key has them; None where there is no preset.
-
-    Args:
-        name: the method's, such as `oscar/cr_only`.
-        bits: as a record labels them; empty: a fixed rate.
-        scoring: of the task, which may quantize at once.
-    """
-    return _canonical(plugins.folder_in_use(), name, bits, scoring)
-
-
 def preset(group: str, name: str) -> Settings | None:
     """A preset of a task, model or dataset; None where there is none or a value is missing."""
     return _settings(plugins.folder_in_use(), group, name)
@@ -75,7 +64,13 @@ _choices = functools.cache(choices)
 
 @functools.cache
 def _canonical(own: Path | None, name: str, bits: str, scoring: str | None) -> Settings | None:
-    """A preset of a method as `kvq.config.identity` writes it; None where it does not compose at these bits."""
+    """`method` and `residual` of a preset as `kvq.config.identity` writes them; None where it does not compose.
+
+    Args:
+        name: the method's, such as `oscar/cr_only`.
+        bits: as a record labels them; empty: a fixed rate.
+        scoring: of the task, which may quantize at once.
+    """
     if (whole := _composed(own, "method", name)) is None:
         return None
     try:
@@ -315,7 +310,8 @@ def _of_preset(record: Record) -> list[str]:
         return []  # a record of another package's settings
     scoring = part_of(record.config, "task").get("scoring")
     bits = _preset_bits(record.bits, method.get("bits_by_layer"))
-    known = preset_of_method(record.method, bits, scoring if isinstance(scoring, str) else None)
+    scoring = scoring if isinstance(scoring, str) else None
+    known = _canonical(plugins.folder_in_use(), record.method, bits, scoring)
     return [] if known is None else departures(record.config, known)
 
 

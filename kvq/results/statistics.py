@@ -59,10 +59,6 @@ class Losses(NamedTuple):
     tokens: Windows
     nll: Windows
 
-    def shares_windows(self, other: Losses) -> bool:
-        """Whether two runs scored the same tokens."""
-        return self.windows == other.windows and np.array_equal(self.tokens, other.tokens)
-
 
 def fewest_to_differ() -> int:
     """Fewest windows or items for which the most extreme outcome has p at most `ALPHA`: 2 of 2^n sign patterns."""
@@ -103,7 +99,7 @@ def perplexity(nll: Windows, tokens: Windows, **drawn: int) -> Estimate:
 def delta_nll_of_samples(samples: Samples, baseline: Samples, **drawn: int) -> Estimate:
     """`delta_nll` of two runs' stored samples, rows of `{"window": i, "tokens": n, "nll": sum in nats}`."""
     ours, theirs = losses(samples), losses(baseline)
-    if not ours.shares_windows(theirs):
+    if ours.windows != theirs.windows or not np.array_equal(ours.tokens, theirs.tokens):
         raise RecordError("paired runs need the same windows with the same scored tokens")
     return delta_nll(ours.nll, theirs.nll, ours.tokens, **drawn)
 
