@@ -107,10 +107,8 @@ def columns_of(
     """Lay out the copies that a chunk of `queries` tokens needs; it holds the last of the `tokens` tokens."""
     never = queries
     keys, values = moves
-    key_at, value_at = (
-        torch.full((tokens,), never),
-        torch.full((tokens,), never),
-    )  # the first query that reads it decoded
+    # The first query that reads a token decoded.
+    key_at, value_at = torch.full((tokens,), never), torch.full((tokens,), never)
     for at, side in ((key_at, keys), (value_at, values)):
         at[side.start : side.start + len(side.queries)] = torch.tensor(side.queries, dtype=torch.long)
     both = torch.maximum(key_at, value_at)

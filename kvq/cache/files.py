@@ -94,6 +94,8 @@ def dtype_of(path: Path, about: Mapping[str, Any]) -> torch.dtype | None:
         if found is not None:
             raise DataError(f"{_WHAT} {path}: {found}")
     given = header.get("cache_dtype")
+    if given is not None and given not in list(_DTYPES):
+        raise DataError(f"{_WHAT} {path}: cache_dtype is {_short(given)}; one of {', '.join(_DTYPES)}")
     return None if given is None else _DTYPES[given]
 
 
@@ -127,11 +129,25 @@ def read(
     header, tensors = read_tensors(path, _WHAT, FORMAT)
     if header.get("state_sha256") != _digest(header.get("state")):
         raise DataError(f"{_WHAT} {path}: damaged, its state is not the one that was written")
+    try:
+        _fill(Reader(header["state"], tensors, device_of(base_of(model))), model, layers, tables, groups, states)
+    except Exception as error:  # each part fails in its own way on what is not its own
+        raise DataError(f"{_WHAT} {path}: its state is none that this cache writes ({type(error).__name__})") from error
+
+
+def _fill(
+    given: Reader,
+    model: nn.Module,
+    layers: Sequence[Layer],
+    tables: Sequence[RopeTable],
+    groups: Sequence[int],
+    states: Mapping[int, StateLayer],
+) -> None:
+    """Fill empty layers, tables and states, as `read` has them."""
     # Where each part with a layer's number computes; of those that share a module, where the first does.
     numbered = [(layer_of(module), module) for module in base_of(model).modules()]
     devices = {int(index): device_of(module) for index, module in numbered if index is not None}
     first = next(iter(devices.values()))
-    given = Reader(header["state"], tensors, first)
     held = kv_layers_of(model.config.get_text_config())  # type: ignore[union-attr, operator]
     for index, table in enumerate(tables):
         device = devices.get(held[groups.index(index)].index, first)

@@ -16,7 +16,7 @@ from safetensors.torch import save, save_file
 from torch import Tensor
 
 from kvq import KVCache
-from kvq.cache.files import FORMAT
+from kvq.cache.files import FORMAT, _digest
 from kvq.errors import DataError
 from kvq.results.tensor_files import dump, read_tensors
 from tests.cache.test_saved import filled, method_of
@@ -68,6 +68,16 @@ def _changed(change: Callable[[dict[str, Any], Tensors], object]) -> Callable[[P
     return write
 
 
+def _state(change: Callable[[dict[str, Any]], object]) -> Callable[[Path], None]:
+    """A file whose state says something else, with the digest of what it says."""
+
+    def told(header: dict[str, Any], _: Tensors) -> None:
+        change(header["state"])
+        header["state_sha256"] = _digest(header["state"])
+
+    return _changed(told)
+
+
 BROKEN: dict[str, tuple[Callable[[Path], Any], str]] = {
     "no file": (Path.unlink, "cannot be read"),
     "a folder": (_folder, "not a file"),
@@ -84,6 +94,13 @@ BROKEN: dict[str, tuple[Callable[[Path], Any], str]] = {
     "other tensors": (lambda path: save_file({"x": torch.zeros(3)}, path), "tensors without a header of kvq's"),
     "tables of a calibration": (_header('{"format": "kvq-calibration-2"}'), "of format 'kvq-calibration-2'"),
     "a later format": (_changed(lambda header, _: header.update(format="kvq-cache-9")), "of format 'kvq-cache-9'"),
+    "no state": (_changed(lambda header, _: header.pop("state")), "damaged"),
+    "another state": (_changed(lambda header, _: header["state"].pop("layers.2")), "damaged"),
+    "a list for a dtype": (_changed(lambda header, _: header.update(cache_dtype=[])), r"cache_dtype is \[\]"),
+    "no such dtype": (_changed(lambda header, _: header.update(cache_dtype="int4")), "cache_dtype is int4"),
+    "no layer": (_state(lambda state: state.pop("layers.2")), r"none that this cache writes \(KeyError\)"),
+    "a number for a layer": (_state(lambda state: state.update({"layers.2": 3})), "none that this cache writes"),
+    "no codes": (_changed(lambda _, tensors: tensors.pop(next(iter(sorted(tensors))))), "none that this cache writes"),
     "no JSON": (_header("{"), "cannot be read"),
     "deep JSON": (_header("[" * 100_000), "RecursionError"),
     "a list": (_header("[]"), "cannot be read"),

@@ -29,14 +29,14 @@ _SPREADS = {
 
 
 def norms_table(record: Record, store: Store) -> pd.DataFrame:
-    """One line per side, layer, head and kept position: the norm, and its layer's relative norm and attention."""
+    """One line per side, layer, head and kept position: the norm."""
     lines = [
-        (row["side"], row["layer"], head, position, norm, row["relative"][index], row["attention"][index])
+        (row["side"], row["layer"], head, position, norm)
         for _, row in rows_of(record, store, "positions").iterrows()
         for index, position in enumerate(row["positions"])
         for head, norm in enumerate(row["norms"][index])
     ]
-    return pd.DataFrame(lines, columns=["side", "layer", "head", "position", "norm", "relative_norm", "attention"])
+    return pd.DataFrame(lines, columns=["side", "layer", "head", "position", "norm"])
 
 
 def _by_side_and_layer(table: pd.DataFrame, layers: Sequence[int]) -> tuple[Figure, Any, list[tuple[Any, ...]]]:
