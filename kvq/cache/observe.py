@@ -62,7 +62,10 @@ def scaling_of(module: nn.Module, query: Tensor, given: dict[str, Any], *unknown
     """What an attention multiplies logits with; `Unsupported` where it does more, as `unknown` arguments would."""
     for name in ("s_aux", "position_bias", *unknown):
         if given.get(name) is not None:
-            raise Unsupported(f"model: {type(module).__name__} attends with {name}, which kvq does not follow")
+            raise Unsupported(
+                f"model: {type(module).__name__} attends with {name}, which is followed where the model's own "
+                "attention runs (cache.attention=dense, methods that need no attention weights)"
+            )
     scaling = given.get("scaling")
     return query.shape[-1] ** -0.5 if scaling is None else float(scaling)
 
