@@ -76,6 +76,8 @@ class Prepared:
         method = method_of(self.config, *self.inputs.head_dims)
         if method.depends_on_model and self.inputs.reads_weights:
             method = method.for_model(text_config_of(self.config.model))
+        if method.merged is not None and self.inputs.reads_weights:
+            method.merged.check_model(text_config_of(self.config.model))
         if method.by_layer:
             method.check_layers(cache_shape(replace(self.config.model, context=None)).count)
         self.check_latent()

@@ -28,6 +28,10 @@ Rotation = Hadamard | RandomizedHadamard
 _SETTINGS = {"value": "merge_rotation", "key": "merge_key_rotation"}
 _PARTS = {"value": ("value", "output"), "key": ("query", "key")}
 _NAMES = {"value": "v_proj and o_proj", "key": "q_proj and k_proj"}
+_TURNED = (
+    "method.merge_key_rotation: {} turns keys by RoPE between k_proj and the cache; method.merge_rotation=true rotates "
+    "its values in the weights, and keys stay with the codec"
+)
 _MORE = {"value": "does more with values than sum them", "key": "does more with queries and keys than multiply them"}
 
 
@@ -57,10 +61,7 @@ class MergedRotation(Policy):
         text = model.config.get_text_config()  # type: ignore[union-attr, operator]
         sides = {side: _heads(model, text, side) for side in self.rotations}
         if "key" in sides and any(style is not None for style, _ in styles_of(model)):
-            raise Unsupported(
-                f"method.merge_key_rotation: {type(model).__name__} turns keys by RoPE between k_proj and the cache; "
-                "method.merge_rotation=true rotates its values in the weights, and keys stay with the codec"
-            )
+            raise Unsupported(_TURNED.format(type(model).__name__))
         matrices = {heads.matrix for layers in sides.values() for pair in layers for heads in pair}
         before = {part: part.detach().clone() for matrix in matrices for part in matrix.parameters(recurse=False)}
         try:
@@ -73,6 +74,12 @@ class MergedRotation(Policy):
                 part.data.copy_(own)
             if hasattr(text, _MARK):
                 delattr(text, _MARK)
+
+    def check_model(self, config: Any) -> None:
+        """Raises: Unsupported: keys, and a text configuration that says that the model has rotary embeddings."""
+        turned = getattr(config, "rope_parameters", None) or getattr(config, "rotary_dim", None)
+        if "key" in self.rotations and turned and not getattr(config, "alibi", False):
+            raise Unsupported(_TURNED.format((config.architectures or [type(config).__name__])[0]))
 
     def for_model(self, method: Any, config: Any) -> Any:
         """The method. Raises: Unsupported: the model's weights do not rotate the sides now."""

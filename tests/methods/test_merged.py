@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, OPTConfig
 
 import kvq
+from kvq.cache.rotary import styles_of
 from kvq.config import compose, resolve
 from kvq.config.identity import by_names
 from kvq.errors import ConfigError, Unsupported
 from kvq.models import LoadedModel
 from kvq.results import run_key
+from kvq.sweep import SweepPlan
 from tests.families import family
 from tests.random_models import VOCABULARY, in_double_precision, llama, token_ids
 
@@ -103,6 +107,29 @@ def test_keys_with_rotary_embeddings_are_refused():
     assert all(torch.equal(part, weights[name]) for name, part in model.state_dict().items())
     with pytest.raises(Unsupported, match=r"method\.merge_key_rotation: the weights do not rotate keys"):
         kvq.KVCache(model, method)
+
+
+@pytest.mark.parametrize("name", [*NO_ROPE, "llama", "gpt_neox", "gptj", "falcon"])
+def test_a_configuration_says_what_the_weights_show(name):
+    """So a plan refuses what a run would: `check_model` by settings alone, and `in_weights` by a probe of the model."""
+    model = (llama(head_dim=64) if name == "llama" else random_model(name).model).eval()
+    method = kvq.build_method("oscar", 2, 64, ["merge_key_rotation=true"])
+    has_rope = any(style is not None for style, _ in styles_of(model))
+    assert has_rope == (name not in NO_ROPE)
+    expected = pytest.raises(Unsupported, match="turns keys by RoPE") if has_rope else nullcontext()
+    with expected:
+        method.merged.check_model(model.config)
+    kvq.build_method("oscar", 2, 64, ["merge_rotation=true"]).merged.check_model(model.config)
+
+
+def test_a_plan_refuses_keys_with_rotary_embeddings(capsys, tmp_path):
+    """One line, and no model is loaded."""
+    words = ["method=oscar", "bits=2", "method.merge_key_rotation=true", f"results_dir={tmp_path}"]
+    plan = SweepPlan()
+    plan.add(resolve(compose(words)))
+    line = capsys.readouterr().out.splitlines()[-1]
+    assert line.startswith("unsupported  oscar bits=2  tiny")
+    assert "method.merge_key_rotation: LlamaForCausalLM turns keys by RoPE" in line
 
 
 def test_a_cache_of_weights_that_do_not_rotate_is_refused():
