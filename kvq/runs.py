@@ -26,7 +26,7 @@ from kvq.methods.method import Method, bind_kept_keys
 from kvq.models.inputs import Inputs
 from kvq.models.layers import latent_numbers
 from kvq.models.load import text_config_of
-from kvq.models.placing import onednn_linear
+from kvq.models.placing import full_fp32_products, onednn_linear
 from kvq.models.shapes import cache_shape
 from kvq.models.weights import rounded_weights
 from kvq.results import Provenance, Record, Store, run_key
@@ -175,7 +175,7 @@ def run(config: Config, words: Words = lambda: None, baselines: Baselines | None
     if done is not None:
         prepared.store.journal_path(done.key).unlink(missing_ok=True)  # of a repeat by force that was killed
         return done
-    with prepared.store.lock(prepared.key):
+    with prepared.store.lock(prepared.key), full_fp32_products():
         if not _repeats(config) and (state := prepared.state).name == "done" and state.record is not None:
             return state.record  # another process has measured it meanwhile
         return _measure(prepared, baseline, refused, words)

@@ -17,6 +17,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from kvq import runs
 from kvq.cli import main
 from kvq.results import Record, Store
 from kvq.results.files import Journal
@@ -43,6 +44,25 @@ def records(folder: Path) -> dict[str, Record]:
 
 def numbers(folder: Path) -> dict[str, tuple[str, dict[str, float]]]:
     return sweeps.numbers(folder / "results")
+
+
+def test_a_run_computes_fp32_products_in_fp32(given: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[tuple[str, bool]] = []
+    plain = runs._weights
+
+    def watched(*inputs: Any) -> Any:
+        seen.append((torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32))
+        return plain(*inputs)
+
+    monkeypatch.setattr(runs, "_weights", watched)
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("medium")  # as notebooks and engines do for speed
+    try:
+        assert main([*given, "method=kivi/block", "bits=2"]) == 0
+        assert torch.get_float32_matmul_precision() == "medium"
+    finally:
+        torch.set_float32_matmul_precision(before)
+    assert seen == [("highest", False)] * 2
 
 
 def test_a_run_leaves_its_record_and_its_baseline(given: list[str], tmp_path: Path) -> None:

@@ -42,6 +42,19 @@ def onednn_linear() -> Iterator[None]:
         yield
 
 
+@contextmanager
+def full_fp32_products() -> Iterator[None]:
+    """float32 products are computed in float32 on a GPU too, not in TF32 or bf16, whatever the process has set."""
+    before, before_convolutions = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
+    torch.set_float32_matmul_precision("highest")
+    torch.backends.cudnn.allow_tf32 = False
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
+        torch.backends.cudnn.allow_tf32 = before_convolutions
+
+
 def unwrapped(model: nn.Module) -> Any:
     """The transformers model inside of wrappers (`torch.compile`, peft)."""
     return next((part for part in model.modules() if isinstance(part, PreTrainedModel)), model)
