@@ -1,4 +1,4 @@
-"""Figures of the tasks of this plugin: texts, shares, costs of single layers, drift, turns, searches."""
+"""Figures of the tasks of this plugin: texts, shares, costs of single layers, drift, turns, searches; closed forms."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pandas as pd
 
+from kvq.codecs.lloyd_max import density
 from kvq.report.figures.drawing import GREY, bare, below, dress, heat, panels, points, register_figure
 from kvq.report.figures.error import bars
 from kvq.report.figures.perplexity import places_figure, places_table
@@ -285,4 +286,47 @@ def search_figure(table: pd.DataFrame) -> Figure:
     dress(axes[0], metric_of(second).title, metric_of(first).title, "both")
     dress(axes[1], "trials", "hypervolume (share of the box)", "y", whole=True)
     below(made, axes[1], 4)
+    return made
+
+
+_SHARED = (1, 2, 4, 6, 7, 8, 16, 32)
+_TARGET = 4  # bits whose bound without shared KV heads is asked for
+
+
+def least_bits(shared: float, most: float, factor: float = 1.0) -> float:
+    """The fewest bits b with `shared` · √3π/2 · 4⁻ᵇ <= `most`, for `shared` query heads of each KV head.
+
+    `factor` 1/2: as KVQuant++ prints it (section 7), against its own condition, which has the factor 1.
+    """
+    return factor * float(np.log(np.sqrt(3) * np.pi / 2 * shared / most) / np.log(4))
+
+
+def marginal_tables(records: Sequence[Record], _: Store) -> dict[tuple[str, str], pd.DataFrame]:
+    """Closed forms of KVQuant++: densities at 8 and 64 dimensions, and least bits over query heads of a KV head."""
+    if not any(record.method.startswith("kvquant_plus_plus") for record in records):
+        return {}
+    at, lines = np.linspace(-1, 1, 401), []
+    for dim in (8, 64):
+        curves = {"unit vector": density(at, dim), "Gaussian": dim**0.5 * density(at * dim**0.5, np.inf)}
+        lines += [{"panel": f"d = {dim}", "curve": curve, "x": at, "y": y} for curve, y in curves.items()]
+    most = np.sqrt(3) * np.pi / 2 * 4.0**-_TARGET
+    for curve, factor in (("as derived", 1.0), ("as printed", 0.5)):
+        y = [least_bits(shared, most, factor) for shared in _SHARED]
+        lines.append({"panel": "least bits", "curve": curve, "x": np.array(_SHARED), "y": np.array(y)})
+    title = f"KVQuant++: density of a coordinate, and least bits for the bound of {_TARGET} bits"
+    return {("kvquant-plus-plus", title): pd.concat([pd.DataFrame(line) for line in lines], ignore_index=True)}
+
+
+@register_figure("sphere-marginal-{name}", "{what}", marginal_tables, of="records")
+def marginal_figure(table: pd.DataFrame) -> Figure:
+    """A panel for each dimension, and one for the least bits by KVQuant++'s formula and by its derivation."""
+    names = list(dict.fromkeys(table["panel"]))
+    made, axes = panels(len(names), 2.4, 1, len(names))
+    for axis, name in zip(axes, names, strict=True):
+        part = table[table["panel"] == name]
+        for index, (curve, line) in enumerate(part.groupby("curve", sort=False)):
+            axis.plot(line["x"], line["y"], color=colour(index), linestyle=dash(index), linewidth=1, label=str(curve))
+        x, y = ("query heads of a KV head", "bits") if name == "least bits" else (f"coordinate, {name}", "density")
+        dress(axis, x, y, "both")
+        axis.legend()
     return made

@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+import torch
 
 import kvq
 from tests.codecs import oracles
@@ -62,6 +63,18 @@ def test_oscar(name, scope, zero_point):
     values = oracles.rotated(x64, Grid(2, "per_token", 32, zero_point=zero_point))
     np.testing.assert_allclose(reconstructed(name, "key", x, 2), keys, atol=1e-9)
     np.testing.assert_allclose(reconstructed(name, "value", x, 2), values, atol=1e-9)
+
+
+def test_scales_in_bf16_have_the_codes_of_those_in_fp16():
+    """Codes are chosen by unrounded statistics; what is stored differs by the rounding of 8 bits and of 11."""
+    x, _ = states()
+    plain, rounded_to = (kvq.build_method(name, bits=3, head_dim=DIM) for name in ("oscar", "oscar/bf16_scales"))
+    fine, coarse = plain.key.encode(x).parts, rounded_to.key.encode(x).parts
+    assert fine.keys() == coarse.keys()
+    for name, part in fine.items():
+        rounded = name in ("scale", "zero_point")
+        assert coarse[name].dtype == (torch.bfloat16 if rounded else part.dtype)
+        torch.testing.assert_close(coarse[name].to(part.dtype), part, rtol=2**-8 if rounded else 0, atol=0)
 
 
 def test_oscars_ablations():

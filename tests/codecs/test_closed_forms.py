@@ -36,6 +36,7 @@ FIXED = [
     ("oscar/cr_only", 2, 3.0, 3.0),
     ("oscar/ots_only", 2, 3.125, 3.0),
     ("oscar/swapped_order", 2, 3.125, 3.0),
+    ("oscar/bf16_scales", 2, 3.125, 3.0),
     ("oscar/values_without_hadamard", 2, 3.125, 3.0),
     ("rtn", 2, 2.25, 2.25),
     ("rtn", 16, 16.25, 16.25),

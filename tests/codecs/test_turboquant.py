@@ -16,6 +16,7 @@ from kvq.codecs import (
     Sketch,
     TokenNorm,
 )
+from kvq.codecs.lloyd_max import optimal_levels, relative_mse
 from kvq.codecs.sketches import sketch_constant, sketch_matrix
 from tests.codecs.oracles import block
 
@@ -58,6 +59,22 @@ def test_variance_of_the_estimate(bits):
     variance = estimates(bits, "gaussian", 300, x, queries).var(0).mean()
     assert float(128 * variance) == pytest.approx((math.pi / 2 - 1 / 128) * MSE[bits - 1], rel=0.03)
     assert (math.pi / 2 - 1 / 128) * MSE[bits - 1] == pytest.approx({2: 0.564, 3: 0.181, 4: 0.0531}[bits], rel=0.003)
+
+
+@pytest.mark.parametrize("bits", range(2, 9))
+def test_the_printed_bound_of_the_variance(bits):
+    """Var <q, x̂> <= √3 π² |q|² 4^-b / D (KVQuant++, section 2.1): by the optimal levels' error at b - 1 bits."""
+    for dim in (8, 64, 128):
+        variance = (math.pi / 2 - 1 / dim) * relative_mse(optimal_levels(bits - 1, dim), dim) / dim
+        assert variance <= math.sqrt(3) * math.pi**2 * 4.0**-bits / dim
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4])
+def test_measured_variances_keep_the_printed_bound(bits):
+    """Over tokens and queries. A token by itself may exceed it, as its residual may be longer than the mean one."""
+    x, queries = unit(40), unit(200, seed=1)
+    variance = estimates(bits, "gaussian", 60, x, queries).var(0).mean()
+    assert float(variance) <= math.sqrt(3) * math.pi**2 * 4.0**-bits / 128
 
 
 def test_orthogonal_rows_err_less():

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
+from kvq.methods.merged import GqaCompensation
 from kvq.report.figures.error import bars_figure
 from kvq.results import Store
 from kvq.results.metrics import IN_FLIGHT, total_bits
-from kvq_lab.figures import shares_table
+from kvq_lab.figures import least_bits, marginal_figure, marginal_tables, shares_table
 from kvq_lab.totals import totals_figure, totals_table
 
 RESULTS = Path(__file__).resolve().parents[3] / "results"
@@ -44,3 +48,32 @@ def test_bits_in_all_of_committed_runs_at_two_shapes() -> None:
     made = totals_figure(table, "a title")
     assert len(made.axes) == 2 * len(IN_FLIGHT)
     assert sorted({line.get_label() for line in made.axes[0].lines}) == sorted(set(table["method"]))
+
+
+def test_the_least_bits_of_shared_heads_meet_their_bound() -> None:
+    """Six query heads of a KV head, 0.066 (KVQuant++, section 7): 4.0 bits by its derivation, 2.0 as it prints it."""
+
+    def bound(bits: float) -> float:
+        return 6 * math.sqrt(3) * math.pi / 2 * 4.0**-bits
+
+    assert bound(least_bits(6, 0.066)) == pytest.approx(0.066)
+    assert bound(least_bits(6, 0.066, factor=0.5)) > 15 * 0.066
+    assert (least_bits(6, 0.066), least_bits(6, 0.066, 0.5)) == pytest.approx((3.98, 1.99), abs=0.01)
+    for shared in (1, 2, 3, 4, 6, 7, 8, 16, 32):
+        extra = GqaCompensation().extra(SimpleNamespace(num_attention_heads=shared, num_key_value_heads=1))
+        raised = least_bits(1, 0.01) + extra
+        assert -1e-9 <= raised - least_bits(shared, 0.01) < 1
+
+
+def test_the_marginal_is_drawn_beside_its_limit() -> None:
+    runs = [SimpleNamespace(method="kvquant_plus_plus/gqa")]
+    ((_, table),) = marginal_tables(runs, Store(RESULTS)).items()  # type: ignore[arg-type]
+    for dim, apart in ((8, 0.1), (64, 0.03)):
+        part = table[table["panel"] == f"d = {dim}"]
+        curves = [part.loc[part["curve"] == curve, ["x", "y"]].to_numpy().T for curve in ("unit vector", "Gaussian")]
+        assert [np.trapezoid(y, x) for x, y in curves] == pytest.approx([1, 1], abs=0.01)
+        gap = np.abs(curves[0][1] - curves[1][1]).max() / curves[1][1].max()
+        assert 0.1 * apart < gap < apart
+    made = marginal_figure(table, "a title")
+    assert [axis.get_ylabel() for axis in made.axes] == ["density", "density", "bits"]
+    assert marginal_tables([], Store(RESULTS)) == {}
