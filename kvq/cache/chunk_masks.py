@@ -10,8 +10,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float, Int, Int64
 from torch import Tensor
 
 from kvq.errors import Unsupported
@@ -107,31 +108,34 @@ def columns_of(
     """Lay out the copies that a chunk of `queries` tokens needs; it holds the last of the `tokens` tokens."""
     never = queries
     keys, values = moves
+    # Laid out on the host, from numbers that it knows: nothing waits for the device.
     # The first query that reads a token decoded.
-    key_at, value_at = torch.full((tokens,), never), torch.full((tokens,), never)
+    key_at, value_at = np.full(tokens, never), np.full(tokens, never)
     for at, side in ((key_at, keys), (value_at, values)):
-        at[side.start : side.start + len(side.queries)] = torch.tensor(side.queries, dtype=torch.long)
-    both = torch.maximum(key_at, value_at)
+        at[side.start : side.start + len(side.queries)] = side.queries
+    both = np.maximum(key_at, value_at)
     # From the earlier of its two departures (key, value) on, a token is read as a second copy, from the later on as a
     # third.
-    second = torch.nonzero(key_at != value_at).flatten()
-    third = torch.nonzero(both < never).flatten()
-    key_moved = torch.cat([(key_at < value_at)[second], torch.ones_like(third, dtype=torch.bool)])
-    value_moved = torch.cat([(value_at < key_at)[second], torch.ones_like(third, dtype=torch.bool)])
-    copies = torch.cat([second, third])
-    earlier = torch.minimum(key_at, value_at)
-    start = torch.cat([torch.zeros_like(earlier), earlier[second], both[third]])
-    end = torch.cat([earlier, both[second], torch.full_like(third, never)])
-    query = torch.arange(queries)[:, None]
+    second, third = np.flatnonzero(key_at != value_at), np.flatnonzero(both < never)
+    key_moved = np.concatenate([(key_at < value_at)[second], np.ones_like(third, dtype=bool)])
+    value_moved = np.concatenate([(value_at < key_at)[second], np.ones_like(third, dtype=bool)])
+    copies = np.concatenate([second, third])
+    earlier = np.minimum(key_at, value_at)
+    start = np.concatenate([np.zeros_like(earlier), earlier[second], both[third]])
+    end = np.concatenate([earlier, both[second], np.full_like(third, never)])
+    query = np.arange(queries)[:, None]
     return SourceColumns(
         moves,
-        copies.to(device),
+        torch.from_numpy(copies).to(device),
         _picks(copies, key_moved, keys.start, device),
         _picks(copies, value_moved, values.start, device),
-        ((query >= start) & (query < end)).to(device),
+        torch.from_numpy((query >= start) & (query < end)).to(device),
     )
 
 
-def _picks(copies: Tensor, moved: Tensor, start: int, device: torch.device) -> CopySources:
-    still, gone = torch.nonzero(~moved).flatten(), torch.nonzero(moved).flatten()
-    return CopySources(*(index.to(device) for index in (still, copies[still], gone, copies[gone] - start)))
+def _picks(
+    copies: Int64[np.ndarray, " copies"], moved: Bool[np.ndarray, " copies"], start: int, device: torch.device
+) -> CopySources:
+    still, gone = np.flatnonzero(~moved), np.flatnonzero(moved)
+    picked = still, copies[still], gone, copies[gone] - start
+    return CopySources(*(torch.from_numpy(index).to(device) for index in picked))

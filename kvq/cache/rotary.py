@@ -87,7 +87,7 @@ class RopeTable:
             rope = Rope(none, none)
         else:
             cos, sin = given
-            if not (torch.equal(cos, cos[:1].expand_as(cos)) and torch.equal(sin, sin[:1].expand_as(sin))):
+            if len(cos) > 1 and not all(torch.equal(part, part[:1].expand_as(part)) for part in (cos, sin)):
                 raise Unsupported(
                     "position_ids: a method that undoes rotary embeddings needs the same for every sequence"
                 )

@@ -6,7 +6,7 @@ import copy
 from typing import ClassVar
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from kvq.cache.chunk_masks import Transitions
@@ -20,6 +20,11 @@ from kvq.config.residual import Policy, PrefillBlock, ResidualSide, leaving
 from kvq.errors import DataError, Unsupported
 
 States = Float[Tensor, "batch heads _tokens head_dim"]
+
+
+def reads_at_once(device: torch.device) -> bool:
+    """Whether reading a number of this device costs nothing: no work is queued on it."""
+    return device.type == "cpu"
 
 
 class CacheSide:
@@ -62,6 +67,7 @@ class CacheSide:
         self.dropped = 0  # first tokens, forgotten behind a window
         self._full: Growable | None = None
         self._shape: tuple[int, int, int] | None = None
+        self._finite: Bool[Tensor, ""] | None = None  # what was encoded and not yet asked for
 
     def receive_tokens(self, tokens: Int[Tensor, "batch tokens"] | None) -> None:
         """Receive the ids of the next tokens before their states; None: there are no ids."""
@@ -319,12 +325,22 @@ class CacheSide:
             self._full = Growable(left) if left.shape[2] else None
 
     def check_finite(self) -> None:
-        """Raise `DataError` when full-precision states are NaN or infinite; encoding has checked the others."""
+        """Raise `DataError` when states were NaN or infinite: those in full precision, and encoded ones on a device."""
+        if self._finite is not None:
+            self._require(self._finite)
         if self._full is not None:
-            self._check_finite(self._full.view)
+            self._require(torch.isfinite(self._full.view).all())
 
     def _check_finite(self, states: Tensor) -> None:
-        if not bool(torch.isfinite(states).all()):
+        """Refuse states to encode: at once on a CPU; elsewhere in `check_finite`, as asking waits for the device."""
+        finite = torch.isfinite(states).all()
+        if reads_at_once(states.device):
+            self._require(finite)
+        else:
+            self._finite = finite if self._finite is None else self._finite.logical_and(finite)
+
+    def _require(self, finite: Bool[Tensor, ""]) -> None:
+        if not bool(finite):
             raise DataError(f"{self.label}: NaN or infinite values; check the model's weights and the dtypes")
 
     def fork(self) -> CacheSide:

@@ -253,5 +253,5 @@ kvq measures KV-cache quantizers: one run, or a sweep with -m. Results are JSON 
   make report                                               one page of all results, results/report.html
 
 Where the package is installed, `kvq` and `python -m kvq` stand for `python run.py`; other commands of it are report,
-papers, figures, html, diff and wandb. bits is 3, k3v2 (keys 3, values 2) or {key: 3, value: 2}. KVQ_DEBUG=1 shows
+papers, figures, html and wandb. bits is 3, k3v2 (keys 3, values 2) or {key: 3, value: 2}. KVQ_DEBUG=1 shows
 tracebacks, --hydra-help Hydra's flags."""

@@ -121,7 +121,7 @@ class SinkSide(CacheSide):
 
     def check_finite(self) -> None:
         if self._first is not None:
-            self._check_finite(self._first.view)
+            self._require(torch.isfinite(self._first.view).all())
         super().check_finite()
 
     def select(self, index: Tensor) -> None:

@@ -119,6 +119,7 @@ def run_ppl(
                         writer(index, scored_from + offset, log_probs[row])
                 result.add(indices, scored.targets, log_probs, expected)
                 offset += count
+            result.settle(indices)
             _check(result, indices, cache)
             result.storage = result.storage or storage_metrics(cache, len(indices))
             _keep(result, indices, journal)
@@ -145,8 +146,8 @@ def _restore(result: PplResult, indices: Sequence[int], journal: Journal) -> Non
 
 
 def _check(result: PplResult, indices: Sequence[int], cache: KVCache) -> None:
+    cache.check_finite()
     if not all(math.isfinite(result.scores[index].nll) for index in indices):
-        cache.check_finite()
         raise DataError(f"window {indices[0]}: the log-probabilities are not finite, though keys and values are")
 
 

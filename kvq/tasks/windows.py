@@ -177,6 +177,7 @@ class PplResult:
     storage: dict[str, float]
     kl_per_token: dict[int, list[Tensor]] = field(default_factory=dict)
     stretch: int | None = None
+    _unread: dict[int, list[tuple[Tensor, Tensor | None, Tensor]]] = field(default_factory=dict, repr=False)
 
     @property
     def nll(self) -> float:
@@ -215,22 +216,36 @@ class PplResult:
         log_probs: Float[Tensor, "batch targets vocab"],
         expected: Float[Tensor, "batch targets vocab"] | None,
     ) -> None:
-        """Add the targets of some windows; `expected`: log-probabilities that they are compared with."""
+        """Add the targets of some windows; `expected`: log-probabilities that they are compared with.
+
+        Nothing waits for the device: `settle` reads what it computed.
+        """
         nll = -log_probs.gather(-1, targets.unsqueeze(-1)).squeeze(-1).double()
-        kl = torch.zeros_like(nll) if expected is None else divergence(expected, log_probs)
+        kl = same = None
+        if expected is not None:
+            kl, same = divergence(expected, log_probs), log_probs.argmax(-1) == expected.argmax(-1)
         for row, index in enumerate(indices):
-            score = self.scores[index]
-            if self.stretch is not None:
-                score.add_positions(score.first + score.tokens, self.stretch, nll[row], kl[row].double())
-            score.tokens += log_probs.shape[1]
-            score.nll += float(nll[row].sum())
-        if expected is None:
-            return
-        same = (log_probs.argmax(-1) == expected.argmax(-1)).sum(-1)
-        for row, index in enumerate(indices):
-            self.kl_per_token.setdefault(index, []).append(kl[row].cpu())
-            self.scores[index].kl += float(kl[row].double().sum())
-            self.scores[index].top1 += int(same[row])
+            sums = [nll[row].sum()]
+            if kl is not None and same is not None:
+                sums += [kl[row].double().sum(), same[row].sum().double()]
+            part = nll[row], None if kl is None else kl[row], torch.stack(sums)
+            self._unread.setdefault(index, []).append(part)
+
+    def settle(self, indices: Sequence[int]) -> None:
+        """Add up what the targets of these windows lost, once all of them are added."""
+        for index in indices:
+            score, parts = self.scores[index], self._unread.pop(index, [])
+            rows = torch.stack([sums for _, _, sums in parts]).cpu().tolist() if parts else []
+            for (nll, kl, _), (loss, *compared) in zip(parts, rows, strict=True):
+                if self.stretch is not None:
+                    over = torch.zeros_like(nll) if kl is None else kl.double()
+                    score.add_positions(score.first + score.tokens, self.stretch, nll.cpu(), over.cpu())
+                score.tokens += len(nll)
+                score.nll += loss
+                if kl is not None:
+                    self.kl_per_token.setdefault(index, []).append(kl.cpu())
+                    score.kl += compared[0]
+                    score.top1 += int(compared[1])
 
 
 def summed_positions(windows: Sequence[Mapping[str, Sequence[float]]]) -> dict[int, tuple[float, ...]]:

@@ -251,6 +251,7 @@ def run_engine(
             expected = None if reference is None else scored(reference, window)
             against = None if expected is None else expected[None]
             result.add([index], window.tokens[None, window.scored_from :], own[None], against)
+            result.settle([index])
             result.storage = result.storage or stored(engine, window)
             if not math.isfinite(result.scores[index].nll):
                 raise DataError(f"window {index}: the engine's log-probabilities are not finite")
