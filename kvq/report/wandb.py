@@ -44,8 +44,8 @@ def track(settings: Logger | None, store: Store, record: Record) -> None:
                 tracker.push(run)
                 _sent.add(run.key)
     except Exception as error:
-        said = " ".join(str(error).split())[:300]
-        reason = said if isinstance(error, KvqError) else f"{type(error).__name__}: {said}"
+        said = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+        reason = str(error) if isinstance(error, KvqError) else said
         _given_up.add(reason)
         line = f"warning: logger=wandb: {reason}; runs go on, make wandb-sync sends their records later"
         tqdm.write(printable(line), file=sys.stderr)
