@@ -165,3 +165,17 @@ def test_a_record_that_departs_from_its_preset_is_read_where_the_setting_is_name
 def test_a_place_of_no_one_run_says_so(findings: Any, place: str, said: str) -> None:
     with pytest.raises(SCRIPT["NoSuchRun"], match=said):
         findings.page(USE + "{{" + place + "}}\n")
+
+
+def test_methods_in_the_order_of_their_loss_and_of_their_texts() -> None:
+    config = made.config("rtn", "2", made.TASK | {"scoring": "generation"})
+    records = []
+    for index in range(9):
+        own = {"settings": config | {"seed": index}, "bits": "2"}
+        records.append(made.record(f"m{index}", **own, metrics={"delta_nll": 0.1 * index}))
+        texts = {"settings": config | {"seed": 100 + index}, "bits": "2", "task": "trajectory"}
+        records.append(made.record(f"m{index}", **texts, metrics={"kept_tokens": 60.0 - index**2}))
+    table = SCRIPT["text_order_table"](records)
+    assert (len(table), set(table["model"]), set(table["methods"])) == (9, {"tiny"}, {9})
+    assert table["rho"].tolist() == [1.0] * 9
+    assert SCRIPT["text_order_table"](records[::2]).empty

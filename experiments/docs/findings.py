@@ -27,7 +27,7 @@ from __future__ import annotations
 import re
 import sys
 import textwrap
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -37,8 +37,8 @@ from kvq_lab.figures import searches
 
 from experiments.docs import predictions
 from kvq.report.comparisons import mark_within_noise
-from kvq.report.figures.over_models import stand_in_table, text_order_table
-from kvq.report.labels import method_departures, protocol_departures
+from kvq.report.figures.over_models import losses_of, rank_correlations, stand_in_table
+from kvq.report.labels import method_departures, named, protocol_departures
 from kvq.results import Record, Store, is_stale
 from kvq.results.noise import family
 from kvq.results.statistics import delta_nll_of_samples, losses
@@ -66,6 +66,25 @@ class NoSuchRun(ValueError):
 
 class NotMeasured(NoSuchRun):
     """A place that no record answers."""
+
+
+def text_order_table(records: Sequence[Record]) -> pd.DataFrame:
+    """Loss decoding and tokens before a text leaves full precision's, one line per model, method and bits.
+
+    Columns `rho`, `low`, `high`, `methods` as in `stand_in_table`; `loss_stand_in`: the tokens with the sign turned, so
+    that a method that is worse by both stands in the same order.
+    """
+    losses = losses_of(records)
+    texts = [
+        {"model": r.model, "method": named(r), "loss_stand_in": -r.metrics["kept_tokens"]}
+        for r in records
+        if r.task == "trajectory" and r.status == "done" and "kept_tokens" in r.metrics
+    ]
+    if losses.empty or not texts:
+        return losses.iloc[:0]
+    losses = losses[losses["scoring"] == "generation"]
+    joined = losses.merge(pd.DataFrame(texts).drop_duplicates(["model", "method"]), on=["model", "method"])
+    return rank_correlations(joined.assign(model_stand_in=joined["model"]))
 
 
 class Findings:

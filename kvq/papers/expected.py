@@ -43,7 +43,7 @@ from kvq.report.comparisons import read_records
 from kvq.report.tables.experiment_files import fill, grids_of
 from kvq.report.tables.experiments import Asked, CellRun, Experiment, by_signature, signature
 from kvq.report.tables.readings import read_reference
-from kvq.report.tables.terminal import print_grid
+from kvq.report.tables.terminal import print_sheet
 from kvq.results import Store
 from kvq.results.files import write_file
 
@@ -265,7 +265,7 @@ def print_experiment(name: str, results_dir: str) -> None:
     records = read_records(Store(results_dir))[0]
     experiment, console = _known(name, frozenset((record.model, record.method) for record in records)), Console()
     for grid in grids_of(fill(experiment, by_signature(records), read_reference())):
-        print_grid(grid, console)
+        print_sheet(grid, console)
         console.print()
 
 

@@ -35,9 +35,9 @@ def parser_of(module: str, doc: str | None, out: str | None = None) -> argparse.
 
 def run(given: argparse.Namespace, work: Callable[[argparse.Namespace], int]) -> int:
     """The exit status of a command: that of `work`, or 1 and one line for an error."""
-    collect_seldom()
+    gc.set_threshold(5_000_000, 20, 20)  # at Python's own its search for cycles takes a tenth of a report's time
     try:
-        folder: Path | None = getattr(given, "config_dir", None)  # not of every command
+        folder: Path | None = given.config_dir
         check_path("--config-dir", None if folder is None else str(folder))
         with plugins.using(folder), unchanged_files():
             return work(given)
@@ -58,11 +58,7 @@ def no_records(store: Store) -> RecordError:
 
 
 def write_files(what: str, folder: Path, files: Mapping[str, str | bytes]) -> list[Path]:
-    """Replace each file of a folder as a whole, text in UTF-8, and return their paths.
-
-    Raises:
-        RecordError: the folder cannot be written; the message begins with `what`.
-    """
+    """Replace each file of a folder as a whole, text in UTF-8, and return their paths."""
     try:
         for name, content in files.items():
             write_file(folder / name, content.encode() if isinstance(content, str) else content, durable=False)
@@ -71,16 +67,7 @@ def write_files(what: str, folder: Path, files: Mapping[str, str | bytes]) -> li
     return [folder / name for name in files]
 
 
-def collect_seldom() -> None:
-    """Collect garbage rarely: at Python's own thresholds its search for cycles takes a tenth of a report's time."""
-    gc.set_threshold(5_000_000, 20, 20)
-
-
 def line(error: Exception) -> str:
     """Why something cannot be made, in one line."""
-    return " ".join(str(error).split()) if isinstance(error, KvqError) else f"cannot be made of it, {why(error)}"
-
-
-def why(error: Exception) -> str:
-    """The kind of an error and what it says, in one line of bounded length."""
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:120]}"
+    said = " ".join(str(error).split())
+    return said if isinstance(error, KvqError) else f"cannot be made of it, {type(error).__name__}: {said[:120]}"

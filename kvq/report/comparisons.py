@@ -7,7 +7,6 @@ limits (extension point `limits`) on all keys and values of a text quantized at 
 from __future__ import annotations
 
 import json
-import math
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import combinations, pairwise
@@ -55,7 +54,12 @@ class Comparisons:
         """Loss of `record` minus that of `other`, nats per token; None when their samples cannot be paired."""
         pair = (record.key, other.key)
         if pair not in self._known:
-            self._known[pair] = self._compute(record, other)
+            settings = _bootstrap_settings(record.config)
+            try:
+                found = delta_nll_of_samples(self.samples(record), self.samples(other), **settings)
+            except RecordError:
+                found = None
+            self._known[pair] = found
         return self._known[pair]
 
     def perplexity_error(self, record: Record) -> float | None:
@@ -84,13 +88,6 @@ class Comparisons:
         if record.key not in self._rows:
             self._rows[record.key] = self._samples(record)
         return self._rows[record.key]
-
-    def _compute(self, record: Record, other: Record) -> Estimate | None:
-        settings = _bootstrap_settings(record.config)
-        try:
-            return delta_nll_of_samples(self.samples(record), self.samples(other), **settings)
-        except RecordError:
-            return None
 
 
 class Verdicts:
@@ -125,12 +122,8 @@ class Verdicts:
             return False
         ours, theirs = self._losses(record), self._losses(other)
         pair = record.key, other.key
-        return (
-            (self._family.differs(pair) or self._family.differs(pair[::-1]))
-            and ours is not None
-            and theirs is not None
-            and float(np.sum(ours.nll - theirs.nll)) < 0
-        )
+        differ = self._family.differs(pair) or self._family.differs(pair[::-1])
+        return differ and ours is not None and theirs is not None and float(np.sum(ours.nll - theirs.nll)) < 0
 
 
 def is_noise(record: Record, p_value: float | None = None) -> bool:
@@ -139,15 +132,6 @@ def is_noise(record: Record, p_value: float | None = None) -> bool:
     `p_value`: that of its items, corrected for the rows of a table.
     """
     return (p_value is not None and p_value > ALPHA) or record.metrics.get("within_noise") == 1
-
-
-def loss_change(record: Record, other: Record, store: Store) -> tuple[float, float]:
-    """Loss of `record` minus that of `other` on the same windows, and its standard error; NaN: unknown (nats/token)."""
-    try:
-        found = delta_nll_of_samples(store.samples_of(record), store.samples_of(other))
-    except RecordError:
-        return math.nan, math.nan
-    return found.value, math.nan if found.standard_error is None else found.standard_error
 
 
 def _bootstrap_settings(config: Mapping[str, Any]) -> dict[str, int]:
@@ -213,9 +197,6 @@ def read_records(store: Store, keys: Collection[str] | None = None) -> tuple[lis
     Losses of windows are within noise of full precision or not by the test of `kvq.results.noise` over all runs of a
     protocol, whichever of them a table shows. Where samples cannot be paired there is no verdict. With `keys`, the
     verdicts of other protocols' records stay as measured.
-
-    Raises:
-        RecordError: the folder cannot be listed.
     """
     records, broken = labelled(store, keys)
     known = {record.key: record for record in records}
@@ -231,28 +212,20 @@ def mark_within_noise(records: Sequence[Record], store: Store, keys: Collection[
     for record in records:
         if record.baseline_key in known and record.status == "done" and "delta_nll" in record.metrics:
             groups[str(record.baseline_key)].append(record)
-    p_values: dict[str, float | None] = {}
+    marked: dict[str, Record] = {}
     for full, group in groups.items():
         if keys is None or any(record.key in keys for record in group):
             found = Comparisons(store.samples_of).family((record, known[full]) for record in group)
-            p_values |= {record.key: found.p.get((record.key, full)) for record in group}
-
-    def marked(record: Record) -> Record:
-        """The record with the flag; without it where there is no p-value."""
-        p_value = p_values[record.key]
-        metrics = {name: value for name, value in record.metrics.items() if name != "within_noise"}
-        flag = {} if p_value is None else {"within_noise": float(p_value > ALPHA)}
-        return record.model_copy(update={"metrics": metrics | flag})
-
-    return [marked(record) if record.key in p_values else record for record in records]
+            for record in group:
+                metrics = {name: value for name, value in record.metrics.items() if name != "within_noise"}
+                if (p_value := found.p.get((record.key, full))) is not None:
+                    metrics["within_noise"] = float(p_value > ALPHA)
+                marked[record.key] = record.model_copy(update={"metrics": metrics})
+    return [marked.get(record.key, record) for record in records]
 
 
 def samples_of(record: Record, store: Store, odd: dict[Path, str]) -> list[dict[str, Any]]:
-    """Read the samples of a record; the path of a file that cannot be used is put into `odd`, with the reason.
-
-    Raises:
-        RecordError: as `Store.samples_of`.
-    """
+    """Read the samples of a record; the path of a file that cannot be used is put into `odd`, with the reason."""
     try:
         return store.samples_of(record)
     except RecordError as error:
@@ -270,7 +243,10 @@ def _with_verdicts(record: Record, known: Mapping[str, Record], store: Store, od
     try:
         if full is None:
             raise RecordError("no record of full precision")
-        ours, theirs = (_scores(samples_of(run, store, odd)) for run in (record, full))
+        ours, theirs = (
+            {row["item"]: float(row["score"]) for row in samples_of(run, store, odd) if "skipped" not in row}
+            for run in (record, full)
+        )
         if ours.keys() != theirs.keys():
             raise RecordError("other items were scored")
         pairs = np.array([(ours[item], theirs[item]) for item in ours], dtype=np.float64).reshape(-1, 2)
@@ -281,10 +257,6 @@ def _with_verdicts(record: Record, known: Mapping[str, Record], store: Store, od
     except (RecordError, KeyError, TypeError, ValueError):
         pass
     return record.model_copy(update={"metrics": metrics})
-
-
-def _scores(samples: list[dict[str, Any]]) -> dict[Any, float]:
-    return {row["item"]: float(row["score"]) for row in samples if "skipped" not in row}
 
 
 Curve = tuple[tuple[float, float], ...]

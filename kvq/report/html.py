@@ -11,6 +11,8 @@ if __name__ == "__main__":
     enter("kvq.report.html")
 
 import argparse
+import base64
+import hashlib
 import re
 import struct
 import sys
@@ -27,7 +29,7 @@ from markupsafe import Markup
 from kvq.errors import RecordError, printable
 from kvq.report import command
 from kvq.report.labels import main_model, model_name
-from kvq.report.payload import payload, png_uri, script_json, shown, source_digest
+from kvq.report.payload import payload, script_json, shown
 from kvq.report.tables.build import build_tables
 from kvq.report.tables.layout import Table, Tables
 from kvq.results import Record, Store
@@ -70,9 +72,6 @@ def write_report(store: Store, out: Path, *, tables: Tables | None = None, figur
         out: the page.
         tables: those of the store, where they are built already.
         figures: folder of the figures; None: `figures/` in the results folder.
-
-    Raises:
-        RecordError: no records, or a file that cannot be read or written.
     """
     tables = build_tables(store) if tables is None else tables
     if not tables.tables:
@@ -97,9 +96,9 @@ def embed(paths: Sequence[Path], room: int = FIGURE_BYTES) -> list[EmbeddedFigur
     found = []
     for path in paths:
         content = path.read_bytes()
-        uri = png_uri(content)
-        if uri is None:
+        if not content.startswith(b"\x89PNG\r\n\x1a\n"):
             continue
+        uri = f"data:image/png;base64,{base64.b64encode(content).decode('ascii')}"
         width, height = struct.unpack(">II", content[16:24])
         room -= len(uri)
         title = re.sub(r"-[0-9a-f]{6,8}$", "", path.stem)
@@ -149,9 +148,11 @@ def _model(table: Table) -> str | None:
 
 def _policy(style: str, script: str) -> str:
     """The content security policy: the page fetches nothing and runs no other script or style."""
+    hashes = (base64.b64encode(hashlib.sha256(text.encode("utf-8")).digest()).decode() for text in (style, script))
+    own_style, own_script = (f"'sha256-{digest}'" for digest in hashes)
     return (
-        f"default-src 'none'; style-src {source_digest(style)}; script-src {source_digest(script)}; img-src data:; "
-        "base-uri 'none'; form-action 'none'"
+        f"default-src 'none'; style-src {own_style}; script-src {own_script}; img-src data:; base-uri 'none'; "
+        "form-action 'none'"
     )
 
 
@@ -167,16 +168,13 @@ def environments(records: Sequence[Record]) -> list[dict[str, Any]]:
         versions = tuple(sorted(known.packages.items()))
         machine = (known.python, known.platform, known.cpu, known.device, known.threads)
         groups[(known.git_commit, known.git_dirty, versions, *machine)].append(record)
-    ordered = sorted(groups.values(), key=lambda runs: (-len(runs), runs[0].key))
-    return [_environment(runs) for runs in ordered]
+    return [_environment(runs) for runs in sorted(groups.values(), key=lambda runs: (-len(runs), runs[0].key))]
 
 
 def _environment(runs: Sequence[Record]) -> dict[str, Any]:
     known = runs[0].provenance
-    if known.git_commit is None:
-        commit = "not from a checkout"
-    else:
-        commit = known.git_commit[:12] + (", with changes" if known.git_dirty else "")
+    changed = ", with changes" if known.git_dirty else ""
+    commit = "not from a checkout" if known.git_commit is None else known.git_commit[:12] + changed
     threads = "1 thread" if known.threads == 1 else f"{known.threads} threads"
     return {
         "runs": len(runs),

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 import zlib
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any
@@ -32,31 +32,21 @@ def labelled(store: Store, near: Collection[str] | None = None) -> tuple[list[Re
     """Read the records of a store, or those of the models and data sets of the runs `near`.
 
     One whose settings no label can be made of counts as broken.
-
-    Raises:
-        RecordError: the folder cannot be listed.
     """
     records, broken = store.scan(near)
     kept, odd = [], list(broken)
     for record in records:
         try:
-            _check_parts(record)
+            for name in ("task", "model", "dataset", "method", "residual"):
+                if not isinstance(part := record.config.get(name), dict | None):
+                    raise RecordError(f"config.{name} is {part!r:.40}, not an object")
+            if not 0 <= (p_value := record.metrics.get("p_value", 0.0)) <= 1:
+                raise RecordError(f"metrics.p_value is {p_value:g}, not a probability")
             _ = label(record), protocol(record)
             kept.append(record)
         except Exception as error:  # of settings that the schema takes and no run has
             odd.append(Broken(store.record_path(record.key), f"label: {line(error)}"))
     return kept, odd
-
-
-def _check_parts(record: Record) -> None:
-    """Refuse settings that no table can compare. Raises: RecordError."""
-    for name in ("task", "model", "dataset", "method", "residual"):
-        part = record.config.get(name)
-        if part is not None and not isinstance(part, dict):
-            raise RecordError(f"config.{name} is {part!r:.40}, not an object")
-    p_value = record.metrics.get("p_value", 0.0)
-    if not 0 <= p_value <= 1:
-        raise RecordError(f"metrics.p_value is {p_value:g}, not a probability")
 
 
 def label(record: Record) -> str:
@@ -150,17 +140,17 @@ _OWN = ("#E15759", "#4E79A7", "#F28E2B", "#76B7B2", "#59A14F", "#B07AA1", "#9C75
 """Colours of methods that no palette names, by a hash of their names."""
 
 
-def _palette() -> dict[str, dict[str, Any]]:
-    """The colours of `palette.yaml`, and those of each plugin that has such a file."""
-    found: dict[str, dict[str, Any]] = defaultdict(dict)
-    for folder in (Path(__file__).parent, *plugins.packages()):
-        if (file := folder / "palette.yaml").is_file():
-            for part, colours in yaml.safe_load(file.read_text(encoding="utf-8")).items():
-                found[part] |= colours
+def read_with_plugins(path: Path) -> dict[str, Any]:
+    """A YAML file of lists and tables, with what plugins' files of its name add to them."""
+    found: dict[str, Any] = {}
+    for file in (path, *(folder / path.name for folder in plugins.packages())):
+        for name, part in yaml.safe_load(file.read_text(encoding="utf-8")).items() if file.is_file() else ():
+            known = found.get(name, type(part)())
+            found[name] = known | part if isinstance(part, dict) else [*known, *part]
     return found
 
 
-_PALETTE = _palette()
+_PALETTE = read_with_plugins(Path(__file__).with_name("palette.yaml"))
 FIRST: dict[str, str] = _PALETTE["first"]
 """Methods that most figures show; their lines are solid."""
 ENGINES = "engine"

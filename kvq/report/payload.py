@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import base64
-import hashlib
 import json
 import re
 from collections import Counter, defaultdict
@@ -25,11 +23,7 @@ _MARKUP = {ord("<"): "\\u003c", ord(">"): "\\u003e", ord("&"): "\\u0026"}
 
 
 def script_json(value: Any) -> Markup:
-    """`value` as JSON that is safe between `<script type="application/json">` and its end, in ASCII.
-
-    Raises:
-        ValueError: a number that is not finite.
-    """
+    """`value` as JSON that is safe between `<script type="application/json">` and its end, in ASCII."""
     text = json.dumps(value, ensure_ascii=True, allow_nan=False, separators=(",", ":"))
     return Markup(text.translate(_MARKUP))
 
@@ -38,24 +32,6 @@ def shown(text: str, longest: int = 300) -> str:
     """`text` on one line without control characters or marks that change the direction of writing, cut to `longest`."""
     line = one_line(text)
     return line if len(line) <= longest else f"{line[: longest - 1]}…"
-
-
-def arxiv_link(identifier: object) -> str | None:
-    """Address of a paper; None for anything that is not an arXiv number."""
-    found = isinstance(identifier, str) and ARXIV.match(identifier)
-    return f"https://arxiv.org/abs/{identifier}" if found else None
-
-
-def source_digest(text: str) -> str:
-    """What a content security policy calls an inline script or style, by its SHA-256."""
-    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode('utf-8')).digest()).decode('ascii')}'"
-
-
-def png_uri(content: bytes) -> str | None:
-    """A PNG as a data address; None for anything else."""
-    if not content.startswith(b"\x89PNG\r\n\x1a\n"):
-        return None
-    return f"data:image/png;base64,{base64.b64encode(content).decode('ascii')}"
 
 
 # Limits of what the page has of a record, in characters of JSON and in metrics; the page names what it leaves out.
@@ -140,7 +116,7 @@ def _methods(records: Sequence[Record], known: Mapping[str, Paper]) -> dict[str,
             "label": shown(label),
             "colour": colour_of(name),
             "arxiv": paper.arxiv,
-            "link": arxiv_link(paper.arxiv),
+            "link": f"https://arxiv.org/abs/{paper.arxiv}" if paper.arxiv else None,
             "paper": shown(f"arXiv {paper.arxiv}" if paper.arxiv else "no paper"),
         }
     return found
@@ -222,7 +198,7 @@ def columns(records: Iterable[Record]) -> list[str]:
 
 
 class Paper(NamedTuple):
-    """The name a method has in tables and the arXiv number of its paper; both may be unknown."""
+    """The name a method has in tables and the arXiv number of its paper (nothing else becomes a link), if known."""
 
     label: str | None = None
     arxiv: str | None = None

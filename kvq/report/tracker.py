@@ -10,10 +10,10 @@ import itertools
 import json
 import os
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any
 
 import yaml
 
@@ -27,10 +27,6 @@ from kvq.results.files import loose_samples, read_samples
 from kvq.results.metrics import METRICS, metric_of
 from kvq.results.record import words_of
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-
 _LONGEST_GROUP = 128
 _MULTIRUN = ("-m", "--multirun")
 # What a run's configuration has as the record has it.
@@ -40,20 +36,8 @@ _IN_CONFIG = (
 )
 
 
-class Entry(NamedTuple):
-    """A run as a tracker names it; `id` follows from the record's key."""
-
-    id: str
-    name: str
-    group: str | None
-    job_type: str
-    tags: tuple[str, ...]
-    config: Mapping[str, Any]
-    summary: Mapping[str, float]
-
-
-def entry_of(record: Record, group: str | None = None) -> Entry:
-    """Describe a run.
+def entry_of(record: Record, group: str | None = None) -> dict[str, Any]:
+    """What `wandb.init` is told of a run; the id follows from its key.
 
     Args:
         record: a finished run.
@@ -64,19 +48,17 @@ def entry_of(record: Record, group: str | None = None) -> Entry:
     name = " ".join(word for word in (own, record.bits or fixed) if word)
     model, words = model_name(record.model), ", ".join(protocol_departures(record))
     task = f"{record.task} ({words})" if words else record.task
-    return Entry(
-        id=record.key[:32],
-        name=f"{name} · {model} · {record.dataset} · {task}"[:128],
-        group=group if group is not None else sweep_of(record.provenance.command),
-        job_type=record.task[:64],
-        tags=tuple(
-            dict.fromkeys(word[:64] for word in (own, record.method, model, record.dataset, record.status) if word)
-        ),
-        config={name: getattr(record, name) for name in _IN_CONFIG}
+    tags = filter(None, (own, record.method, model, record.dataset, record.status))
+    return {
+        "id": record.key[:32],
+        "name": f"{name} · {model} · {record.dataset} · {task}"[:128],
+        "group": group if group is not None else sweep_of(record.provenance.command),
+        "job_type": record.task[:64],
+        "tags": tuple(dict.fromkeys(word[:64] for word in tags)),
+        "config": {name: getattr(record, name) for name in _IN_CONFIG}
         | {"label": own, "protocol": protocol(record), "settings": record.config}
         | {"provenance": record.provenance.model_dump(mode="json")},
-        summary=dict(record.metrics),
-    )
+    }
 
 
 def sweep_of(command: str) -> str | None:
@@ -119,12 +101,20 @@ class CannotTrack(KvqError):
     """Weights & Biases cannot be reached as things are; the message says why, in one line."""
 
 
-class Tracker:
-    """A project of Weights & Biases.
+@contextmanager
+def _told_in_one_line(what: str = "") -> Iterator[None]:
+    """Whatever the client raises within the block is a `CannotTrack`."""
+    try:
+        yield
+    except KvqError:
+        raise
+    except Exception as error:
+        said = " ".join(str(error).split())[:300]
+        raise CannotTrack(f"{what}{type(error).__name__}: {said}") from error
 
-    Raises:
-        CannotTrack: the package is missing, or nobody is logged in.
-    """
+
+class Tracker:
+    """A project of Weights & Biases."""
 
     def __init__(self, settings: WandbLogger, store: Store) -> None:
         self._settings = settings
@@ -132,10 +122,12 @@ class Tracker:
         self._wandb = _package()
         if settings.mode is WandbMode.disabled:
             raise CannotTrack("logger.mode or WANDB_MODE is disabled: nothing is sent")
-        if settings.mode is WandbMode.online and not _logged_in(self._wandb):
-            raise CannotTrack(
-                "not logged in to Weights & Biases (wandb login, or WANDB_API_KEY; WANDB_MODE=offline needs none)"
-            )
+        if settings.mode is WandbMode.online:
+            with _told_in_one_line("cannot log in to Weights & Biases: "):
+                known = self._wandb.login(prompt=False)
+            if not known:
+                ways = "wandb login, or WANDB_API_KEY; WANDB_MODE=offline needs none"
+                raise CannotTrack(f"not logged in to Weights & Biases ({ways})")
 
     @property
     def folder(self) -> Path:
@@ -143,43 +135,27 @@ class Tracker:
         return self._store.root / "wandb"
 
     def present(self) -> set[str]:
-        """Ids of the runs that the project has; offline of those that wait in the folder.
-
-        Raises:
-            CannotTrack: the server does not answer or refuses.
-        """
+        """Ids of the runs that the project has; offline of those that wait in the folder."""
         known = self._settings
         if known.mode is WandbMode.offline:
             return {path.name.rpartition("-")[2] for path in self.folder.glob("offline-run-*")}
-        try:
+        with _told_in_one_line(), suppress(ValueError):  # no such project yet
             api = self._wandb.Api(timeout=known.timeout)
             return {run.id for run in api.runs(f"{known.entity or api.default_entity}/{known.project}")}
-        except ValueError:  # no such project yet
-            return set()
-        except Exception as error:
-            raise CannotTrack(f"{type(error).__name__}: {_one_line(error)}") from error
+        return set()
 
     def push(self, record: Record) -> None:
-        """Send a record. Sent twice, it is the same run there.
-
-        Raises:
-            CannotTrack: the server does not answer or refuses.
-        """
-        try:
+        """Send a record. Sent twice, it is the same run there."""
+        with _told_in_one_line():
             self.folder.mkdir(parents=True, exist_ok=True)
-            self._send(record, entry_of(record, self._settings.group))
-        except KvqError:
-            raise
-        except Exception as error:
-            raise CannotTrack(f"{type(error).__name__}: {_one_line(error)}") from error
+            self._send(record)
 
-    def _send(self, record: Record, entry: Entry) -> None:
+    def _send(self, record: Record) -> None:
         known = self._settings
         run = self._wandb.init(
             project=known.project,
             entity=known.entity,
-            **{name: getattr(entry, name) for name in ("id", "name", "group", "job_type", "tags")},
-            config=dict(entry.config),
+            **entry_of(record, known.group),
             mode=str(known.mode),
             dir=str(self._store.root),
             resume="allow",
@@ -190,9 +166,9 @@ class Tracker:
             ),
         )
         try:
-            run.summary.update(dict(entry.summary))
+            run.summary.update(dict(record.metrics))
             self._log_media(run, record)
-            run.log_artifact(self._artifact(record, entry))
+            run.log_artifact(self._artifact(record))
         finally:
             run.finish(exit_code=1 if record.status == "failed" else 0)
 
@@ -201,20 +177,18 @@ class Tracker:
         from PIL import Image
 
         media: dict[str, Any] = {}
-        try:
+        with suppress(RecordError):  # the numbers are sent without them
             columns, rows = sample_table(self._store.samples(record.key), self._settings.samples)
-        except RecordError:
-            columns, rows = [], []  # the numbers are sent without them
-        if rows:
-            media["samples"] = self._wandb.Table(columns=columns, data=rows, allow_mixed_types=True)
+            if rows:
+                media["samples"] = self._wandb.Table(columns=columns, data=rows, allow_mixed_types=True)
         for name, figure in run_figures(record, self._store):
             media[f"figures/{name}"] = self._wandb.Image(Image.open(io.BytesIO(image_of(figure))))
         if media:
             run.log(media)
 
-    def _artifact(self, record: Record, entry: Entry) -> Any:
+    def _artifact(self, record: Record) -> Any:
         """The files of the record, as they lie under `runs/`."""
-        artifact = self._wandb.Artifact(f"record-{entry.id}", type="record", metadata={"key": record.key})
+        artifact = self._wandb.Artifact(f"record-{record.key[:32]}", type="record", metadata={"key": record.key})
         path = self._store.record_path(record.key)
         artifact.add_file(str(path), name=path.name)
         samples = loose_samples(path)
@@ -226,38 +200,13 @@ class Tracker:
 
 
 def _package() -> Any:
-    with _quiet(), suppress(ImportError):
+    os.environ.setdefault("WANDB_SILENT", "true")  # the client's own messages
+    with suppress(ImportError):
         import wandb
 
         if hasattr(wandb, "init"):  # else a folder named wandb, which Python takes for a package
             return wandb
     raise CannotTrack("wandb is not installed (pip install -e '.[wandb]')")
-
-
-def _logged_in(wandb: Any) -> bool:
-    with _quiet():
-        try:
-            return bool(wandb.login(prompt=False))
-        except Exception as error:
-            raise CannotTrack(f"cannot log in to Weights & Biases: {_one_line(error)}") from error
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Silences the client's own messages within the block."""
-    before = os.environ.get("WANDB_SILENT")
-    os.environ["WANDB_SILENT"] = "true"
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ["WANDB_SILENT"]
-        else:
-            os.environ["WANDB_SILENT"] = before
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())[:300]
 
 
 NAME = "kvq"
@@ -282,11 +231,7 @@ def sections_of(records: Iterable[Record]) -> dict[str, list[str]]:
 
 
 def workspace_of(settings: WandbLogger, entity: str, records: Iterable[Record] = ()) -> Any:
-    """The view, not yet saved; `records`: the project's runs, whose metrics have panels.
-
-    Raises:
-        CannotTrack: the package is missing.
-    """
+    """The view, not yet saved; `records`: the project's runs, whose metrics have panels."""
     try:
         import wandb_workspaces.reports.v2 as panels
         import wandb_workspaces.workspaces as workspaces
@@ -323,17 +268,10 @@ def workspace_of(settings: WandbLogger, entity: str, records: Iterable[Record] =
 
 
 def save_workspace(settings: WandbLogger, records: Iterable[Record]) -> str:
-    """Save the view of records in the project and return its address.
-
-    Raises:
-        CannotTrack: a package is missing, or the server does not answer or refuses.
-    """
-    try:
+    """Save the view of records in the project and return its address."""
+    with _told_in_one_line("workspace: "):
         import wandb
 
         entity = settings.entity or wandb.Api(timeout=settings.timeout).default_entity
-        return str(workspace_of(settings, str(entity), records).save().url)
-    except CannotTrack:
-        raise
-    except Exception as error:
-        raise CannotTrack(f"workspace: {type(error).__name__}: {_one_line(error)}") from error
+        saved = workspace_of(settings, str(entity), records).save()
+    return str(saved.url)

@@ -13,7 +13,6 @@ if __name__ == "__main__":
 import argparse
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 from tqdm import tqdm
 
@@ -44,21 +43,23 @@ def track(settings: Logger | None, store: Store, record: Record) -> None:
             if run is not None and run.key not in _sent:
                 tracker.push(run)
                 _sent.add(run.key)
-    except KvqError as error:
-        _give_up(str(error))
     except Exception as error:
-        _give_up(f"{type(error).__name__}: {' '.join(str(error).split())[:300]}")
-
-
-def _give_up(reason: str) -> None:
-    _given_up.add(reason)
-    line = f"warning: logger=wandb: {reason}; runs go on, make wandb-sync sends their records later"
-    tqdm.write(printable(line), file=sys.stderr)
+        said = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+        reason = str(error) if isinstance(error, KvqError) else said
+        _given_up.add(reason)
+        line = f"warning: logger=wandb: {reason}; runs go on, make wandb-sync sends their records later"
+        tqdm.write(printable(line), file=sys.stderr)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command and return its exit status."""
-    return command.run(_parser().parse_args(arguments), _send)
+    parser = command.parser_of("kvq.report.wandb", __doc__)
+    parser.add_argument("--project", default="kvq", help="project (default: kvq)")
+    parser.add_argument("--entity", help="account or team (default: the account's own)")
+    parser.add_argument("--group", help="group of all runs (default: one for each sweep's command)")
+    parser.add_argument("--offline", action="store_true", help="write files for `wandb sync` instead")
+    parser.add_argument("--workspace", action="store_true", help="save the view 'kvq' in the project too")
+    return command.run(parser.parse_args(arguments), _send)
 
 
 def _send(given: argparse.Namespace) -> int:
@@ -82,16 +83,3 @@ def _send(given: argparse.Namespace) -> int:
     if given.workspace:
         print(save_workspace(settings, finished))
     return 0
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m kvq.report.wandb", description=__doc__)
-    parser.add_argument(
-        "--results", type=Path, default=Path("results"), help="folder that holds runs/ (default: results)"
-    )
-    parser.add_argument("--project", default="kvq", help="project (default: kvq)")
-    parser.add_argument("--entity", help="account or team (default: the account's own)")
-    parser.add_argument("--group", help="group of all runs (default: one for each sweep's command)")
-    parser.add_argument("--offline", action="store_true", help="write files for `wandb sync` instead")
-    parser.add_argument("--workspace", action="store_true", help="save the view 'kvq' in the project too")
-    return parser

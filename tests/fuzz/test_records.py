@@ -109,7 +109,7 @@ def test_no_record_stops_a_report(
         assert papers.main(given) == 0
     store = Store(tmp_path)
     for record in read_records(store)[0]:
-        assert entry_of(record).id == record.key[:32]
+        assert entry_of(record)["id"] == record.key[:32]
         with suppress(RecordError):  # as the tracker, which sends the numbers without them
             sample_table(store.samples_of(record), 50)
     said = capsys.readouterr()

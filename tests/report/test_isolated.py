@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -122,3 +124,11 @@ def test_zero_is_never_not_worse_and_identity_never_worse_on_the_committed_recor
         if record.method == "identity" or record.metrics["flips"] == 0:
             assert record.metrics["within_noise"] == 1
             assert record.metrics.get("p_value", 1) == 1  # too few items have none
+
+
+def test_tables_load_no_model_library() -> None:
+    """Reading results needs neither torch nor transformers."""
+    code = "import sys, kvq.report.__main__; print(sorted({'torch', 'transformers', 'kvq.codecs'} & set(sys.modules)))"
+    root = Path(__file__).resolve().parents[2]
+    done = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

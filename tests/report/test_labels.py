@@ -10,7 +10,18 @@ import pytest
 from kvq.config import compose, resolve
 from kvq.config.identity import by_names
 from kvq.report.comparisons import effective_bits
-from kvq.report.labels import colour_of, is_variant, label, model_name, named, protocol, protocol_departures
+from kvq.report.labels import (
+    FEWEST,
+    PREFERRED,
+    colour_of,
+    is_variant,
+    label,
+    main_model,
+    model_name,
+    named,
+    protocol,
+    protocol_departures,
+)
 from kvq.report.payload import payload
 from kvq.report.tables.build import build_tables
 from kvq.report.tracker import entry_of
@@ -138,7 +149,7 @@ def test_an_ablation_is_not_joined_with_the_method(tmp_path: Path) -> None:
     assert [(row.name, row.bits) for row in table.rows[1:]] == [("oscar", "3"), ("oscar − key.hadamard", "2")]
     assert [row.best for row in table.rows[1:]] == [False, False]  # nothing is left for oscar to beat
     assert not any("bits" in note and "falls" in note for note in table.notes)
-    names = {entry_of(row.record).name.split(" · ")[0] for row in table.rows[1:]}
+    names = {entry_of(row.record)["name"].split(" · ")[0] for row in table.rows[1:]}
     assert names == {"oscar 3", "oscar − key.hadamard 2"}
 
 
@@ -170,7 +181,7 @@ def test_protocols_are_told_by_what_differs() -> None:
 def test_a_model_of_the_hub_is_its_last_part() -> None:
     assert model_name("meta-llama/Llama-3.1-8B") == model_name("/data/models/Llama-3.1-8B/") == "Llama-3.1-8B"
     record = run("method=kivi", model="/data/models/Llama-3.1-8B")
-    assert "· Llama-3.1-8B ·" in entry_of(record).name
+    assert "· Llama-3.1-8B ·" in entry_of(record)["name"]
 
 
 def test_a_run_that_quantized_nothing_says_so(tmp_path: Path) -> None:
@@ -203,3 +214,17 @@ def test_the_page_has_labels_protocols_and_the_colours_of_figures(tmp_path: Path
     assert {name: entry["colour"] for name, entry in found["methods"].items()} == {
         name: colour_of(f"{name} 2") for name in ("oscar", "kivi")
     }
+
+
+def runs_of(model: str, count: int, task: str = "ppl") -> list[Record]:
+    return [made.record("kivi", "2", task=task, model=model, metrics={"nll": 1.0}) for _ in range(count)]
+
+
+def test_the_first_preferred_model_with_enough_runs_else_the_one_with_most() -> None:
+    first, second = PREFERRED
+    assert main_model([]) is None
+    assert main_model([*runs_of("a", 3), *runs_of("b", 2), *runs_of("b", 9, task="tni")]) == "a"
+    assert main_model([*runs_of("a", 90), *runs_of(second, FEWEST)]) == second
+    assert main_model([*runs_of(second, 90), *runs_of(first, FEWEST - 1)]) == second
+    assert main_model([*runs_of(second, 90), *runs_of(first, FEWEST)]) == first
+    assert main_model(runs_of("a", 2, task="tni")) == "a"

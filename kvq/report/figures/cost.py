@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 import statistics
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pandas as pd
+from matplotlib.figure import Figure
 
 from kvq.report.figures.drawing import below, dress, handle, panels, powers_of_two, register_figure, rows_named
 from kvq.report.figures.error import labelled_rows
 from kvq.report.figures.style import Line, colour, lines_of
 from kvq.report.labels import named
 from kvq.results import Record, Store
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 PARTS = ("codes", "scales", "norms", "shift", "other", "residual")
 PAPERS = (("nsn, 3 bits", 5.09), ("OScaR, 2 bits", 5.3))
@@ -26,14 +25,14 @@ _RATES = {"peak_bytes": "peak memory above the weights (GiB)", "tokens_per_secon
 _PEAKS = ("prefill_peak_bytes", "decode_peak_bytes")
 
 
-def memory_table(records: Sequence[Record], store: Store) -> pd.DataFrame:
-    """A line per run, length and side: bytes by part, in fp16, and whether they were stored (`measured`)."""
-    return labelled_rows(records, store, "bytes")
-
-
-@register_figure("memory", "Bytes of the cache: {model}", memory_table, of="all", task="memory")
+@register_figure(
+    "memory", "Bytes of the cache: {model}", functools.partial(labelled_rows, kind="bytes"), of="all", task="memory"
+)
 def memory_figure(table: pd.DataFrame) -> Figure:
-    """Left: bits per element by part at the longest length stored; right: compression by length."""
+    """Left: bits per element by part at the longest length stored; right: compression by length.
+
+    The table has a line per run, length and side: bytes by part, in fp16, and whether they were stored (`measured`).
+    """
     looks = lines_of(list(dict.fromkeys(table["method"])))
     made, axes = panels(2, 1.4 + 0.3 * max(len(looks), 5), 1, 2, width_ratios=(1, 1.2))
     legend: dict[str, Any] = {"loc": "upper left", "bbox_to_anchor": (-0.05, -0.2), "columnspacing": 1}
@@ -49,12 +48,11 @@ def _parts(axis: Any, table: pd.DataFrame) -> None:
     stored = table[table["measured"]]
     length = int((stored if not stored.empty else table)["tokens"].max())
     here = table[table["tokens"] == length].groupby("method", sort=False)[[*PARTS, "fp16"]].sum()
-    left = pd.Series(0.0, index=here.index)
+    bits = 16 * here[[*PARTS]].div(here["fp16"], axis=0)
+    left = bits.cumsum(axis=1) - bits
     for index, part in enumerate(PARTS):
-        bits = 16 * here[part] / here["fp16"]
-        if bits.any():
-            axis.barh(range(len(here)), bits, 0.7, left=left, color=colour(index), label=part)
-            left = left + bits
+        if bits[part].any():
+            axis.barh(range(len(here)), bits[part], 0.7, left=left[part], color=colour(index), label=part)
     rows_named(axis, list(here.index))
     axis.set_xlabel(f"bits per element at {length:,} tokens")
 

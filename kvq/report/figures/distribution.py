@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 from collections import defaultdict
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pandas as pd
+from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator, NullFormatter
 
 from kvq.report.figures.drawing import (
     GREY,
@@ -26,15 +29,17 @@ from kvq.report.figures.style import colour, evenly_spread, marker
 from kvq.report.labels import model_name
 from kvq.results import Record, Store, run_key
 
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
 SIDES = ("key", "value")
 STEPS = ("N", "NS", "NSN")
 STAGES = ("input", "NSN", "NSN+Hadamard")
 _MOST_VECTORS, _FEWEST_VECTORS = 10_000, 8  # of a side: as many as NSNQuant draws of five corpora
 _LAYERS = 4  # columns of the scatter; of more layers, that many evenly spread
 _TOKENS = 64  # rows of the images of magnitudes
+_BY_LAYER = (
+    *("channel deviation, 5% to 95%", "variance of rotated channels"),
+    *("mean |correlation| in groups of 8", "cosine to the nearest codewords"),
+)
+_figure_of_run = functools.partial(register_figure, of="first", task="distribution")
 
 
 def closeness_table(record: Record, _: Store | None = None) -> pd.DataFrame:
@@ -48,11 +53,9 @@ def closeness_table(record: Record, _: Store | None = None) -> pd.DataFrame:
     return pd.DataFrame([*lines, {"side": "oracle", "step": "", "hadamard": False, "kl": record.metrics["kl_oracle"]}])
 
 
-@register_figure("distribution-kl", "Closeness to N(0, 1): {where}", closeness_table, of="first", task="distribution")
+@_figure_of_run("distribution-kl", "Closeness to N(0, 1): {where}", closeness_table)
 def closeness_figure(table: pd.DataFrame) -> Figure:
     """Bars on a logarithmic scale, the oracle as a line."""
-    from matplotlib.ticker import LogLocator, NullFormatter
-
     places = {(side, step): i + 3.6 * j for j, side in enumerate(SIDES) for i, step in enumerate(STEPS)}
     made, axis = panels(1, 2.4)
     for (side, step), place in places.items():
@@ -104,12 +107,8 @@ def layers_table(record: Record, store: Store) -> pd.DataFrame:
     return pd.DataFrame(lines)
 
 
-@register_figure(
-    "distribution-layers",
-    "NSN by layer: {where} (solid: keys, dotted: values, dashed: synthetic)",
-    layers_table,
-    of="first",
-    task="distribution",
+@_figure_of_run(
+    "distribution-layers", "NSN by layer: {where} (solid: keys, dotted: values, dashed: synthetic)", layers_table
 )
 def layers_figure(table: pd.DataFrame) -> Figure:
     """By layer: channel deviations, rotated variances and Lemma 1's range, correlation in groups, cosines."""
@@ -126,13 +125,7 @@ def layers_figure(table: pd.DataFrame) -> Figure:
         look: Any = {"color": colour(index), "marker": marker(index), "label": f"{side}s"}
         axes[1, 0].plot(part["layer"], part["correlation"], **look)
     _cosines(axes[1, 1], table)
-    texts = (
-        "channel deviation, 5% to 95%",
-        "variance of rotated channels",
-        "mean |correlation| in groups of 8",
-        "cosine to the nearest codewords",
-    )
-    for axis, text in zip(axes.flat, texts, strict=True):
+    for axis, text in zip(axes.flat, _BY_LAYER, strict=True):
         dress(axis, "layer", text, grid="both", whole=True)
         low, high = axis.get_ylim()
         axis.set_ylim(low, high + 0.45 * (high - low))
@@ -152,20 +145,8 @@ def _cosines(axis: Any, table: pd.DataFrame) -> None:
             axis.axhline(table[drawn].iloc[0], color=colour(index), linewidth=0.6, linestyle="--")
 
 
-def kept_vectors(records: Sequence[Record], store: Store) -> pd.DataFrame:
-    """The tokens that runs kept, with the name of their corpus, of sides with enough of them; thinned to some."""
-    found = [(record, rows_of(record, store, "vector")) for record in records]
-    kept = [rows.assign(dataset=record.dataset) for record, rows in found if not rows.empty]
-    if not kept:
-        return pd.DataFrame()
-    sides = pd.concat(kept, ignore_index=True).groupby("side", sort=True)
-    parts = [part.iloc[:: max(1, len(part) // _MOST_VECTORS)] for _, part in sides]
-    parts = [part for part in parts if len(part) >= _FEWEST_VECTORS]
-    return pd.concat(parts, ignore_index=True) if parts else pd.DataFrame()
-
-
-def embedding_table(kept: pd.DataFrame, seed: int = 0) -> pd.DataFrame:
-    """t-SNE in two dimensions of the kept tokens of several corpora, keys and values apart.
+def embedding_table(kept: Sequence[pd.DataFrame]) -> pd.DataFrame:
+    """t-SNE in two dimensions of the tokens of several corpora, keys and values apart, where there are enough.
 
     Keys before RoPE, nothing normalized or rotated (NSNQuant, appendix G.2); one head of one layer. On one thread: the
     places depend on how many there are, and for some hundred tokens more of them are slower.
@@ -173,29 +154,30 @@ def embedding_table(kept: pd.DataFrame, seed: int = 0) -> pd.DataFrame:
     from sklearn.manifold import TSNE
     from threadpoolctl import threadpool_limits
 
-    out = []
-    for _, part in kept.groupby("side", sort=True):
-        fit = TSNE(perplexity=min(30, (len(part) - 1) / 3), init="pca", random_state=seed)
-        with threadpool_limits(limits=1):
-            places = fit.fit_transform(np.array(part["values"].tolist(), dtype=np.float32))
-        out.append(part.assign(x=places[:, 0], y=places[:, 1])[["dataset", "side", "layer", "position", "x", "y"]])
+    out = [pd.DataFrame()]
+    for _, side in pd.concat(kept, ignore_index=True).groupby("side", sort=True):
+        part = side.iloc[:: max(1, len(side) // _MOST_VECTORS)]
+        if len(part) >= _FEWEST_VECTORS:
+            fit = TSNE(perplexity=min(30, (len(part) - 1) / 3), init="pca", random_state=0)
+            with threadpool_limits(limits=1):
+                places = fit.fit_transform(np.array(part["values"].tolist(), dtype=np.float32))
+            out.append(part.assign(x=places[:, 0], y=places[:, 1])[["dataset", "side", "layer", "position", "x", "y"]])
     return pd.concat(out, ignore_index=True)
 
 
 def embeddings(records: Sequence[Record], store: Store) -> dict[tuple[str, str], pd.DataFrame]:
     """`embedding_table` of the tokens that `task=distribution` kept, of every model with two corpora or more."""
-    groups: dict[tuple[str, str], list[Record]] = defaultdict(list)
+    groups: dict[tuple[str, str], list[pd.DataFrame]] = defaultdict(list)
     for record in records:
-        if record.task == "distribution":
+        rows = rows_of(record, store, "vector") if record.task == "distribution" else pd.DataFrame()
+        if not rows.empty:
             key = run_key({"model": record.config.get("model"), "task": record.config.get("task")})
-            groups[record.model, key].append(record)
-    found = {}
-    for (model, key), group in groups.items():
-        kept = kept_vectors(group, store)
-        if not kept.empty and kept["dataset"].nunique() > 1:
-            words = f"{model_name(model)}, layer {kept['layer'].iloc[0]}"
-            found[f"{model}-{key[:6]}", words] = embedding_table(kept)
-    return found
+            groups[record.model, key].append(rows.assign(dataset=record.dataset))
+    return {
+        (f"{model}-{key[:6]}", f"{model_name(model)}, layer {kept[0]['layer'].iloc[0]}"): embedding_table(kept)
+        for (model, key), kept in groups.items()
+        if len({rows["dataset"].iloc[0] for rows in kept}) > 1
+    }
 
 
 @register_figure("distribution-tsne-{name}", "Tokens of {what}, one head", embeddings, of="records")
@@ -216,13 +198,7 @@ def covariances_table(record: Record, store: Store) -> pd.DataFrame:
     return rows[["side", "layer", "head", "gamma", "covariance_min", "covariance_max"]].reset_index(drop=True)
 
 
-@register_figure(
-    "distribution-covariances",
-    "Covariances of channels behind NSN: {where}",
-    covariances_table,
-    of="first",
-    task="distribution",
-)
+@_figure_of_run("distribution-covariances", "Covariances of channels behind NSN: {where}", covariances_table)
 def covariances_figure(table: pd.DataFrame) -> Figure:
     """The norm by layer, mean over heads (NSNQuant, Figure 6), and the range of covariances by head (its Figure 7)."""
     made, (norms, spans) = panels(2, 2.6, 1, 2)
@@ -255,13 +231,7 @@ def ranges_table(record: Record, store: Store) -> pd.DataFrame:
     return rows if rows.empty else _by_channel(rows, ["side", "layer", "head"], ["lowest", "highest"])
 
 
-@register_figure(
-    "distribution-ranges",
-    "Covariances by channel behind NSN, layer {layer}: {where}",
-    ranges_table,
-    of="first",
-    task="distribution",
-)
+@_figure_of_run("distribution-ranges", "Covariances by channel behind NSN, layer {layer}: {where}", ranges_table)
 def ranges_figure(table: pd.DataFrame) -> Figure:
     """Range of each channel's covariances with the others, head after head: keys above, values below.
 
@@ -291,13 +261,10 @@ def scattered(table: pd.DataFrame) -> pd.DataFrame:
     return table[(table["stage"] == STAGES[-1]) & table["layer"].isin(layers)].reset_index(drop=True)
 
 
-def scatter_table(record: Record, store: Store) -> pd.DataFrame:
-    """`scattered` of a run's moments."""
-    return scattered(moments_table(record, store))
-
-
-@register_figure(
-    "distribution-channels", "Channels behind NSN and Hadamard: {where}", scatter_table, of="first", task="distribution"
+@_figure_of_run(
+    "distribution-channels",
+    "Channels behind NSN and Hadamard: {where}",
+    lambda record, store: scattered(moments_table(record, store)),
 )
 def scatter_figure(table: pd.DataFrame) -> Figure:
     """A point for each channel, deviation over mean (NSNQuant, Figures 12 and 13); lines cross at those of N(0, 1)."""
@@ -321,17 +288,10 @@ def one_head(table: pd.DataFrame) -> pd.DataFrame:
     return table[(table["layer"] == table["layer"].min()) & (table["head"] == 0)].reset_index(drop=True)
 
 
-def steps_table(record: Record, store: Store) -> pd.DataFrame:
-    """`one_head` of a run's moments."""
-    return one_head(moments_table(record, store))
-
-
-@register_figure(
+@_figure_of_run(
     "distribution-steps",
     "Channels by steps of NSN, layer {layer}, head 0: {where}",
-    steps_table,
-    of="first",
-    task="distribution",
+    lambda record, store: one_head(moments_table(record, store)),
 )
 def steps_figure(table: pd.DataFrame) -> Figure:
     """Mean ± deviation of each channel as it comes, after NSN, and rotated (what NSNQuant's Figure 3 illustrates)."""
@@ -363,13 +323,7 @@ def magnitudes_table(record: Record, store: Store) -> pd.DataFrame:
     return pd.concat(parts, ignore_index=True)
 
 
-@register_figure(
-    "distribution-magnitudes",
-    "Magnitudes, layer {layer}, head 0: {where}",
-    magnitudes_table,
-    of="first",
-    task="distribution",
-)
+@_figure_of_run("distribution-magnitudes", "Magnitudes, layer {layer}, head 0: {where}", magnitudes_table)
 def magnitudes_figure(table: pd.DataFrame) -> Figure:
     """Keys and values as images, tokens over channels, each on its own scale (OScaR, Figure 2)."""
     made, axes = panels(2, 2.8, 1, 2)

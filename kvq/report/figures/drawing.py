@@ -13,10 +13,12 @@ import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
 import pandas as pd
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 from tqdm import tqdm
 
 from kvq.errors import KvqError
@@ -24,15 +26,12 @@ from kvq.report.command import line, write_files
 from kvq.report.figures.style import colour, drawable, figure, marker, plain_text, save, style
 from kvq.report.tables.formats import escape_markdown
 
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
 INDEX = "index.md"
 _BEGIN = (
     "Drawn from the records by `make figures`, each with its numbers; changes here are overwritten. A checkout",
     "has this list and the figures that pages show. Tables are in [tables](../tables/index.md).",
 )
-Draw = Callable[..., "Figure"]
+Draw = Callable[..., Figure]
 Names = Mapping[Any, str]
 Numbers = pd.DataFrame | Mapping[tuple[str, str], pd.DataFrame]
 """The numbers of a figure, or of several by what stands for `{name}` in their files' names and `{what}` in titles."""
@@ -116,9 +115,6 @@ def write_drawings(drawings: Iterable[Drawing], folder: Path, skipped: list[str]
         drawings: taken one by one.
         folder: where the files go.
         skipped: takes the figures that cannot be drawn, with the reason.
-
-    Raises:
-        RecordError: a folder that cannot be written.
     """
     paths: list[Path] = []
     drawn: list[Drawing] = []
@@ -264,8 +260,6 @@ def powers_of_two(axis: Any, ticks: Sequence[float], names: Sequence[str]) -> No
 
 def handle(name: str, **look: Any) -> Any:
     """Make an entry of a legend for what no axes have a label of."""
-    from matplotlib.lines import Line2D
-
     return Line2D([], [], label=name, **look)
 
 

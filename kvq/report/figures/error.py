@@ -5,18 +5,17 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pandas as pd
+from matplotlib.colors import LogNorm
+from matplotlib.figure import Figure
 
 from kvq.report.figures.drawing import GREY, bare, below, dress, heat, level, panels, register_figure, wrapped
 from kvq.report.figures.style import colour, figure, legend_columns, lines_of
 from kvq.report.labels import named
 from kvq.results import Record, Store
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 _PANELS = {
     "rel_mse": "squared error\n(relative)",
@@ -101,8 +100,6 @@ def plane_table(records: Sequence[Record], store: Store, quantity: str) -> pd.Da
 
 def planes(table: pd.DataFrame) -> Figure:
     """One panel per method: error over sink lowness (right: lower) and the size of outlier channels (up: larger)."""
-    from matplotlib.colors import LogNorm
-
     quantity, methods = table.columns[-1], list(dict.fromkeys(table["method"]))
     columns = min(_PLANES_ACROSS, len(methods))
     lines = math.ceil(len(methods) / columns)

@@ -12,9 +12,10 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pandas as pd
+from matplotlib.figure import Figure
 
 from kvq.config import plugins
 from kvq.errors import printable
@@ -27,9 +28,6 @@ from kvq.report.tables.build import build_tables
 from kvq.report.tables.layout import Table
 from kvq.results import Record, Store, run_key
 from kvq.results.presets import PROTOCOL
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 MODULES = (loss, perplexity, over_models, needles, cost, error, norms, distribution)
 _KNOWN_STATES = ("random_states", "model_states")
@@ -63,11 +61,12 @@ def drawings(
         groups[record.task][_protocol(record)].append(record)
     for kind in kinds():
         if kind.of == "table":
-            made: Iterator[Iterator[Drawing]] = (_of_table(kind, table, store) for table in tables)
+            made: Iterable[Iterator[Drawing]] = (_of_table(kind, table, store) for table in tables)
         elif kind.of == "records":
-            made = iter([_of_records(kind, done, store)])
+            made = [_made(kind, done, store, "", {})]
         else:
-            made = (_of_group(kind, group, store, _end(group[0], key)) for key, group in groups[kind.task].items())
+            ends = {key: f"-{first.model}-{first.dataset}-{key[:6]}" for key, (first, *_) in groups[kind.task].items()}
+            made = (_of_group(kind, group, store, ends[key]) for key, group in groups[kind.task].items())
         for drawn in made:
             try:
                 yield from drawn
@@ -75,11 +74,6 @@ def drawings(
                 if skipped is None:
                     raise
                 skipped.append(f"figure {kind.name}: {command.line(error)}")
-
-
-def _of_records(kind: Kind, records: Sequence[Record], store: Store) -> Iterator[Drawing]:
-    """The figures of all runs."""
-    yield from _made(kind, kind.numbers(records, store), "", {})
 
 
 def _of_table(kind: Kind, table: Table, store: Store) -> Iterator[Drawing]:
@@ -90,8 +84,8 @@ def _of_table(kind: Kind, table: Table, store: Store) -> Iterator[Drawing]:
     if kind.task:
         rows = tuple(row for row in rows if (row.record.task, row.record.status) == (kind.task, "done"))
     if rows:
-        numbers = kind.numbers(replace(table, rows=rows), store)
-        yield from _made(kind, numbers, f"-{table.slug.removeprefix(f'{kind.stem}-')}", words)
+        end = f"-{table.slug.removeprefix(f'{kind.stem}-')}"
+        yield from _made(kind, replace(table, rows=rows), store, end, words)
 
 
 def _of_group(kind: Kind, group: Sequence[Record], store: Store, end: str) -> Iterator[Drawing]:
@@ -99,18 +93,14 @@ def _of_group(kind: Kind, group: Sequence[Record], store: Store, end: str) -> It
     runs = [record for record in group if record.baseline_key is not None]
     if kind.of in ("first", "each"):
         for record in group[:1] if kind.of == "first" else runs:
-            yield from _made(kind, kind.numbers(record, store), end, _words(kind, record))
+            yield from _made(kind, record, store, end, _words(kind, record))
     elif chosen := group if kind.of == "all" else runs:
-        yield from _made(kind, kind.numbers(list(chosen), store), end, _words(kind, group[0]))
+        yield from _made(kind, list(chosen), store, end, _words(kind, group[0]))
 
 
-def _end(record: Record, protocol: str) -> str:
-    """How the names of figures of one protocol end."""
-    return f"-{record.model}-{record.dataset}-{protocol[:6]}"
-
-
-def _made(kind: Kind, numbers: Any, end: str, words: Mapping[str, object]) -> Iterator[Drawing]:
-    """The drawings of numbers; none of empty ones."""
+def _made(kind: Kind, of: Any, store: Store, end: str, words: Mapping[str, object]) -> Iterator[Drawing]:
+    """The drawings of the numbers of a table, runs or a run; none of empty ones."""
+    numbers = kind.numbers(of, store)
     parts = numbers if isinstance(numbers, Mapping) else {("", ""): numbers}
     for (name, what), table in parts.items():
         if table is not None and not table.empty:

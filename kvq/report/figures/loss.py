@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import pandas as pd
+from matplotlib.figure import Figure
+from matplotlib.transforms import Bbox
 
 from kvq.report.comparisons import effective_bits, measured_bits
 from kvq.report.figures.drawing import GREY, dress, handle, panels, powers_of_two, register_figure, rows_named
@@ -16,9 +19,6 @@ from kvq.report.tables.layout import Row, Table, is_of_texts
 from kvq.results import Record, Store
 from kvq.results.metrics import METRICS
 from kvq.results.noise import FRONTIER_RULE, NOISE_RULE
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 LOSSES = tuple((name, METRICS[name].title) for name in ("delta_nll", "kl_mean"))
 _USUAL = ("rtn", "kivi", "nsn", "oscar", "nsnquant", "turboquant", "waterfill", "waterfill_kv")
@@ -36,18 +36,17 @@ _RATES = 6
 
 
 class Size(NamedTuple):
-    """Bits per element along an axis: column of the numbers, words, of a record, methods with lines, who has a ring."""
+    """Bits per element along an axis: column of the numbers, words, of a record, the field of rows on the frontier."""
 
     column: str
     words: str
     of: Callable[[Record], float | None]
-    shown: int
-    best: Callable[[Row], bool]
+    frontier: str
 
 
-EFFECTIVE = Size("effective_bits", "effective bits per element", effective_bits, len(_USUAL), lambda row: row.best)
+EFFECTIVE = Size("effective_bits", "effective bits per element", effective_bits, "best")
 _WORDS = "measured bits per element, without the residual"
-MEASURED = Size("bits_per_element", _WORDS, measured_bits, len(_USUAL), lambda row: row.best_measured)
+MEASURED = Size("bits_per_element", _WORDS, measured_bits, "best_measured")
 """With it, the axis of formats of engines, which have no residual, is that of the rates that papers name."""
 
 
@@ -78,7 +77,7 @@ def runs_table(table: Table, size: Size = EFFECTIVE) -> pd.DataFrame:
         if row.record.status == "done" and not row.baseline and bits is not None and "delta_nll" in metrics:
             losses = {name: metrics.get(name) for name in _LOSSES}
             about = {"method": row.name, "bits": row.bits, size.column: bits}
-            lines.append(about | losses | {"frontier": size.best(row), "variant": row.variant})
+            lines.append(about | losses | {"frontier": getattr(row, size.frontier), "variant": row.variant})
     return pd.DataFrame(lines, columns=["method", "bits", size.column, *_LOSSES, "frontier", "variant"])
 
 
@@ -91,37 +90,15 @@ def engines_table(table: Table) -> pd.DataFrame | None:
     return None if found.empty else found
 
 
-@register_figure(
-    "pareto",
-    "Loss and bits: {where}",
-    lambda table, _: found if len(found := pareto_table(table)) > 1 else None,
-    of="table",
-    note=RULES,
-)
-def pareto_figure(numbers: pd.DataFrame) -> Figure:
-    """Two panels, ΔNLL and KL by effective bits: a few methods in their colours, the others grey, variants hollow.
+def _losses(numbers: pd.DataFrame) -> Figure:
+    """Two panels, ΔNLL and KL by bits: a few methods in their colours, the others grey, variants hollow.
 
     Formats of engines have a marker with a dark edge in the engine's colour. Bars are standard errors; rings and the
     line between them are the frontier of ΔNLL beyond noise, over methods.
     """
-    return _losses(numbers, EFFECTIVE)
-
-
-@register_figure(
-    "engines",
-    "Engines' formats beside papers' methods: {where}",
-    lambda table, _: engines_table(table),
-    of="table",
-    note=RULES,
-)
-def engines_figure(numbers: pd.DataFrame) -> Figure:
-    """As `pareto_figure`, over measured bits, of an `engines_table`."""
-    return _losses(numbers, MEASURED)
-
-
-def _losses(numbers: pd.DataFrame, size: Size) -> Figure:
+    size = EFFECTIVE if EFFECTIVE.column in numbers else MEASURED
     limit, numbers = numbers[numbers["method"] == LIMIT], numbers[numbers["method"] != LIMIT]
-    names = shown_methods(numbers, size)
+    names = _shown_methods(numbers, size)
     engines = _engines(numbers)
     looks = engines | {name: {**look._asdict(), "capsize": 2} for name, look in lines_of(names).items()}
     made, axes = panels(2, 4.2 if engines else 3.5, 1, 2)  # the legend of engines is longer
@@ -149,6 +126,22 @@ def _losses(numbers: pd.DataFrame, size: Size) -> Figure:
     return made
 
 
+pareto_figure = register_figure(
+    "pareto",
+    "Loss and bits: {where}",
+    lambda table, _: found if len(found := pareto_table(table)) > 1 else None,
+    of="table",
+    note=RULES,
+)(_losses)
+engines_figure = register_figure(
+    "engines",
+    "Engines' formats beside papers' methods: {where}",
+    lambda table, _: engines_table(table),
+    of="table",
+    note=RULES,
+)(_losses)
+
+
 def _engines(numbers: pd.DataFrame) -> dict[str, dict[str, Any]]:
     """Format of an engine -> its marker: the engine's colour and shape, hollow where it is a variant."""
     found = {name: engine for name in numbers["method"] if (engine := engine_of(name))}
@@ -163,7 +156,7 @@ def _engines(numbers: pd.DataFrame) -> dict[str, dict[str, Any]]:
     return looks
 
 
-def shown_methods(numbers: pd.DataFrame, size: Size = EFFECTIVE) -> list[str]:
+def _shown_methods(numbers: pd.DataFrame, size: Size) -> list[str]:
     """Methods with lines of their own: those that the project compares first, then those nearest to the front.
 
     Formats of engines are not among them. Near is the smallest factor, over a method's runs, between its loss and the
@@ -179,7 +172,7 @@ def shown_methods(numbers: pd.DataFrame, size: Size = EFFECTIVE) -> list[str]:
         for method in best.index
         if engine_of(method) is None
     }
-    return sorted(ranks, key=lambda method: (*ranks[method], method))[: size.shown]
+    return sorted(ranks, key=lambda method: (*ranks[method], method))[: len(_USUAL)]
 
 
 def _handles(numbers: pd.DataFrame, names: Sequence[str]) -> list[Any]:
@@ -209,8 +202,6 @@ def _scales(axis: Any, known: pd.DataFrame, loss: str, column: str) -> None:
 
 def _frontier(axis: Any, known: pd.DataFrame, named: Sequence[str], column: str) -> None:
     """Rings, the line between them, and each ring's name next to it."""
-    from matplotlib.transforms import Bbox
-
     ring = known[known["frontier"]]
     if ring.empty:
         return
@@ -225,10 +216,10 @@ def _frontier(axis: Any, known: pd.DataFrame, named: Sequence[str], column: str)
     for (x, y), (_, run) in zip(points.tolist(), ring.iterrows(), strict=True):
         text = run_name(run["method"], run["bits"]).removeprefix(f"{ENGINES}/")
         length, height = 0.56 * _NAME * len(text), 0.55 * _NAME  # estimated
-        lefts = [x + across - (length if across < 0 else 0) for across, _ in _SIDES]
         boxes = [
             Bbox.from_extents(left, y + up - height, left + length, y + up + height)
-            for left, (_, up) in zip(lefts, _SIDES, strict=True)
+            for across, up in _SIDES
+            for left in [x + across - (length if across < 0 else 0)]
         ]
         side = next((i for i, box in enumerate(boxes) if not box.count_overlaps(taken)), 0)
         taken.append(boxes[side])
@@ -250,11 +241,10 @@ def variants(table: Table, _: Store | None = None) -> dict[tuple[str, str], pd.D
     found: dict[tuple[str, str], pd.DataFrame] = {}
     if is_of_texts(table):
         return found
-    groups: dict[str, dict[str, list[Row]]] = {}
+    groups: dict[str, dict[str, list[Row]]] = defaultdict(lambda: defaultdict(list))
     for row in table.rows:
         if row.record.status == "done" and not row.baseline and "delta_nll" in row.record.metrics:
-            widths = groups.setdefault(method_of(row.record.method), {})
-            widths.setdefault(row.record.bits, []).append(row)
+            groups[method_of(row.record.method)][row.record.bits].append(row)
     for method, widths in sorted(groups.items()):
         lines = [
             {"bits": row.bits, "variant": row.name, "effective_bits": effective_bits(row.record)}
@@ -303,19 +293,16 @@ def family_figure(numbers: pd.DataFrame) -> Figure:
     known = numbers[numbers["delta_nll"].notna()].sort_values(MEASURED.column, kind="stable")
     usual = [name for name in _FIRST_COMPARED if (known["method"] == name).any()]
     variants = sorted(set(known["method"]) - set(usual))
-    looks: dict[str, dict[str, Any]] = {
-        name: {**look._asdict(), "alpha": 0.6, "markersize": 3, "label": name} for name, look in lines_of(usual).items()
-    }
+    line: dict[str, Any] = {"alpha": 0.6, "markersize": 3}
+    looks = {name: {**look._asdict(), **line, "label": name} for name, look in lines_of(usual).items()}
+    edge = {"linestyle": "", "markeredgecolor": _FRONT, "markeredgewidth": 0.5}
     for place, name in enumerate(variants):
-        edge = {"linestyle": "", "markeredgecolor": _FRONT, "markeredgewidth": 0.5}
         shape = {"color": colour(place), "marker": marker(place + place // 8), "label": name.rpartition("/")[2]}
         looks[name] = {**shape, **edge}
     made, axis = panels(2, 4.6)
-    for name in [*usual, *variants]:
+    for name, look in looks.items():
         part = known[known["method"] == name]
-        axis.errorbar(
-            part[MEASURED.column], part["delta_nll"], part["delta_nll_se"].fillna(0), capsize=2, **looks[name]
-        )
+        axis.errorbar(part[MEASURED.column], part["delta_nll"], part["delta_nll_se"].fillna(0), capsize=2, **look)
     _scales(axis, known, "delta_nll", MEASURED.column)
     dress(axis, MEASURED.words, METRICS["delta_nll"].title, grid="both")
     made.legend(loc="outside lower center", ncols=legend_columns([look["label"] for look in looks.values()], 2))

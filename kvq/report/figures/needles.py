@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pandas as pd
+from matplotlib.figure import Figure
 
 from kvq.report.figures.drawing import GREY, bare, heat, register_figure
 from kvq.report.figures.style import COLUMN
 from kvq.report.labels import by_bits, label
 from kvq.report.tables.layout import DASH, Row
 from kvq.results import Record, Store
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 _OUTCOMES = ("hit", "wrong_needle", "bit_mixing", "other")
 # Inches: a panel across and up at least, a cell of it up, the names of methods, what stands above and below the panels.
@@ -68,8 +66,6 @@ def _grid_of(
 
     `found`: (method, bits) -> share of needles found, by depth (rows) and length (columns).
     """
-    from matplotlib.figure import Figure
-
     depths = max((len(panel.index) for panel in found.values()), default=1)
     names = _LETTER * max(map(len, methods), default=1)
     across = max(COLUMN, names + 1.1 + _ACROSS * len(widths))

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pandas as pd
+from matplotlib.figure import Figure
 
 from kvq.report.figures.drawing import GREY, dress, handle, level, multiples, panels, register_figure
 from kvq.report.figures.error import rows_of
 from kvq.report.figures.style import colour, evenly_spread, marker
 from kvq.results import Record, Store
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 SIDES = ("query", "key", "value")
 _LAYERS = 4  # columns of the figure by layer; of more layers, that many evenly spread
@@ -50,10 +48,11 @@ def _by_side_and_layer(table: pd.DataFrame, layers: Sequence[int]) -> tuple[Figu
 @register_figure("tni-layers", "Token norms by layer, a box over heads: {where}", norms_table, of="first", task="tni")
 def layers_figure(table: pd.DataFrame) -> Figure:
     """Norms as they are, a column per layer: each token a box over its heads, as OScaR's figure 3 draws them."""
-    chosen = _positions(table, 8, 4)
+    kept = sorted(table["position"].unique())
+    chosen = [*kept[:8], *evenly_spread(kept[8:], 4)]  # the first positions, and some of the others up to the last
     made, axes, parts = _by_side_and_layer(table, evenly_spread(sorted(table["layer"].unique()), _LAYERS))
     for axis, _, _, part in parts:
-        _boxes(axis, part, "norm", chosen)
+        _boxes(axis, part, chosen)
     for row in axes:
         row[0].set_ylim(bottom=0)
     for axis in axes[-1]:
@@ -61,18 +60,12 @@ def layers_figure(table: pd.DataFrame) -> Figure:
     return made
 
 
-def _positions(table: pd.DataFrame, first: int, later: int) -> list[int]:
-    """The first positions that were kept, and `later` more of them up to the last."""
-    kept = sorted(table["position"].unique())
-    return [*kept[:first], *evenly_spread(kept[first:], later)]
-
-
-def _boxes(axis: Any, part: pd.DataFrame, quantity: str, positions: list[int]) -> None:
+def _boxes(axis: Any, part: pd.DataFrame, positions: list[int]) -> None:
     """A box for each position, in another colour where its median is low among all positions'."""
-    data = [part[part["position"] == position][quantity].to_numpy() for position in positions]
+    data = [part[part["position"] == position]["norm"].to_numpy() for position in positions]
     thin, marks = {"linewidth": 0.6}, {"medianprops": {"color": "black"}, "flierprops": {"markersize": 2}}
     drawn = axis.boxplot(data, widths=0.6, patch_artist=True, boxprops=thin, whiskerprops=thin, **marks)
-    usual = float(part[quantity].median())
+    usual = float(part["norm"].median())
     for box, line, values in zip(drawn["boxes"], drawn["medians"], data, strict=True):
         low = float(np.median(values)) < _LOW * usual
         box.set_facecolor(colour(0) if low else colour(7))
@@ -87,9 +80,7 @@ def groups_table(record: Record, store: Store) -> pd.DataFrame:
     return pd.concat([part for part in found if not part.empty], ignore_index=True)
 
 
-@register_figure(
-    "tni-groups-{run}", "{run} bits on {model}: ranges, bounds and errors", groups_table, of="each", task="tni"
-)
+@register_figure("tni-groups-{run}", "{run} bits on {model}: ranges, bounds and errors", groups_table, "each", "tni")
 def groups_figure(table: pd.DataFrame) -> Figure:
     """Ranges through the stages; error of key groups by bound and norm spread; the sinks' groups without them."""
     made, axes = panels(2, 4.6, 2, 2)
@@ -121,10 +112,8 @@ def _stages(axis: Any, ranges: pd.DataFrame) -> None:
         means = ranges[ranges["side"] == side].groupby("stage", sort=False)["relative_range"].mean()
         axis.plot(range(len(means)), means, "os"[index] + "-", color=colour(index), label=f"{side}s")
         for place, (stage, mean) in enumerate(means.items()):
-            # In turns, so that neighbours do not overlap.
-            aside: dict[str, Any] = (
-                {"va": "top", "xytext": (0, -5)} if place % 2 else {"va": "bottom", "xytext": (0, 5)}
-            )
+            up = place % 2 == 0  # in turns, so that neighbours do not overlap
+            aside: dict[str, Any] = {"va": "bottom" if up else "top", "xytext": (0, 5 if up else -5)}
             look = {"ha": "center", "fontsize": 6, "color": colour(index)}
             axis.annotate(stage, (place, mean), textcoords="offset points", **aside, **look)
     dress(axis, "stage (0: as they come)", "mean group range R / RMS")
@@ -198,19 +187,17 @@ def modality_layers_table(record: Record, store: Store) -> pd.DataFrame:
 )
 def modality_layers_figure(table: pd.DataFrame) -> Figure:
     """By layer and modality: spread of norms, median norm over that of all tokens, largest norm over the median."""
-    made, axes = panels(2, 4.6, len(_SPREADS), 3, sharex=True, sharey="row", squeeze=False)
-    for row, (quantity, text) in zip(axes, _SPREADS.items(), strict=True):
-        for axis, side in zip(row, SIDES, strict=True):
-            for index, name in enumerate(dict.fromkeys(table["modality"])):
-                part = table[(table["side"] == side) & (table["modality"] == name)]
-                if (quantity, name) != ("relative", "all"):  # 1 by its definition
-                    look = {"color": _COLOURS[name], "label": f"{name} tokens"}
-                    axis.plot(part["layer"], part[quantity], f"{marker(index)}-", **look)
-            if quantity == "relative":
-                level(axis, 1)
-        row[0].set_ylabel(text)
-    for axis, side in zip(axes[0], SIDES, strict=True):
-        dress(axis, title=f"{side} norms", whole=True)
+    long = table.melt(["side", "layer", "modality"], list(_SPREADS), "quantity")
+    sides = ("side", {side: f"{side} norms" for side in SIDES})
+    made, axes, parts = multiples(4.6, long, ("quantity", _SPREADS), sides, sharex=True, sharey="row")
+    for axis, quantity, _, here in parts:
+        for index, (name, part) in enumerate(here.groupby("modality", sort=False)):
+            if (quantity, name) != ("relative", "all"):  # 1 by its definition
+                look = {"color": _COLOURS[str(name)], "label": f"{name} tokens"}
+                axis.plot(part["layer"], part["value"], f"{marker(index)}-", **look)
+        if quantity == "relative":
+            level(axis, 1)
+        dress(axis, whole=True)
     axes[0, 0].legend(loc="best")
     made.supxlabel("layer", fontsize=8)
     return made

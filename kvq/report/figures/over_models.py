@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pandas as pd
 import scipy.stats
+from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator
 
 from kvq.config.limits import DISTRIBUTION, EMBEDDED
 from kvq.report.figures.drawing import dress, handle, multiples, panels, register_figure, register_numbers
@@ -18,9 +20,6 @@ from kvq.results import Record, run_key
 from kvq.results.metrics import METRICS
 from kvq.results.presets import model_path
 from kvq.results.statistics import spearman
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 _SPREADS = ("key_cv_layer0", "value_cv_layer0", "key_cv", "value_cv")
 _PROTOCOL = ("task", "method", "residual", "seed")
@@ -184,33 +183,14 @@ def stand_in_table(records: Sequence[Record]) -> pd.DataFrame:
     `low`, `high`, `methods`: Spearman's rank correlation of the two models' losses over methods and its 95% interval,
     by bootstrap over methods (percentiles).
     """
-    losses = _losses(records)
+    losses = losses_of(records)
     if losses.empty:
         return losses
     joined = losses[losses["real"]].merge(losses, on=["scoring", "method"], suffixes=("", "_stand_in"))
-    return _correlations(joined[~joined["real_stand_in"] | (joined["model"] < joined["model_stand_in"])])
+    return rank_correlations(joined[~joined["real_stand_in"] | (joined["model"] < joined["model_stand_in"])])
 
 
-def text_order_table(records: Sequence[Record]) -> pd.DataFrame:
-    """Loss decoding and tokens before a text leaves full precision's, one line per model, method and bits.
-
-    Columns `rho`, `low`, `high`, `methods` as in `stand_in_table`; `loss_stand_in`: the tokens with the sign turned, so
-    that a method that is worse by both stands in the same order.
-    """
-    losses = _losses(records)
-    texts = [
-        {"model": r.model, "method": named(r), "loss_stand_in": -r.metrics["kept_tokens"]}
-        for r in records
-        if r.task == "trajectory" and r.status == "done" and "kept_tokens" in r.metrics
-    ]
-    if losses.empty or not texts:
-        return losses.iloc[:0]
-    losses = losses[losses["scoring"] == "generation"]
-    joined = losses.merge(pd.DataFrame(texts).drop_duplicates(["model", "method"]), on=["model", "method"])
-    return _correlations(joined.assign(model_stand_in=joined["model"]))
-
-
-def _losses(records: Sequence[Record]) -> pd.DataFrame:
+def losses_of(records: Sequence[Record]) -> pd.DataFrame:
     """One line per model, scoring and method, of the protocol with most runs."""
     losses = pd.DataFrame(filter(None, map(_line, records)))
     if losses.empty:
@@ -220,7 +200,7 @@ def _losses(records: Sequence[Record]) -> pd.DataFrame:
     return losses[size == largest].drop_duplicates(["model", "scoring", "method"])
 
 
-def _correlations(joined: pd.DataFrame) -> pd.DataFrame:
+def rank_correlations(joined: pd.DataFrame) -> pd.DataFrame:
     """The pairs of models and scorings that have enough methods, with their rank correlations."""
     parts = [
         _correlated(part)
@@ -276,8 +256,6 @@ def stand_in_figure(table: pd.DataFrame) -> Figure:
 
     The farthest methods are named.
     """
-    from matplotlib.ticker import LogLocator
-
     looks = lines_of(table["method"])
     # Losses below this are noise, and a logarithm has no place for gains.
     drawn = table.assign(row=table["model"] + " " + table["scoring"])

@@ -6,28 +6,19 @@ import itertools
 import math
 import re
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pandas as pd
+from matplotlib.figure import Figure
 
-from kvq.report.comparisons import Comparisons, loss_change
-from kvq.report.figures.drawing import (
-    below,
-    dress,
-    level,
-    panels,
-    register_figure,
-    titled,
-)
+from kvq.report.comparisons import Comparisons
+from kvq.report.figures.drawing import below, dress, level, panels, register_figure, titled
 from kvq.report.figures.style import MOST_LINES, colour, legend_columns, lines_of, symlog
 from kvq.report.labels import label
 from kvq.report.tables.layout import Table
 from kvq.results import Record, Store
 from kvq.results.metrics import METRICS
 from kvq.results.noise import NOISE_RULE
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 # Methods of a figure one column wide; how far apart the first and the last of a width are drawn, in bits.
 _FEW, _ASIDE = 6, 0.3
@@ -78,49 +69,42 @@ def places_figure(numbers: pd.DataFrame, words: str, whole: bool = False) -> Fig
         own: dict[str, Any] = {**look._asdict(), "capsize": 1.5, "markersize": 3.5, "label": name}
         axis.errorbar(runs[name]["first"], runs[name][metric], error, **own)
     if metric == "delta_nll":
-        axis.axhline(0, linewidth=0.6, color="0.5")
-        dress(axis, words, "loss over full precision (nats/token)", whole=whole)
+        level(axis)
     else:
         axis.set_yscale("log")
-        dress(axis, words, "mean KL (nats/token)", whole=whole)
+    named = {"delta_nll": "loss over full precision (nats/token)", "kl_mean": "mean KL (nats/token)"}
+    dress(axis, words, named[metric], whole=whole)
     below(made, axis, 2)
     return made
-
-
-@register_figure("positions", "Loss by position: {where}", lambda table, _: places_table(table, "position"), of="table")
-def positions_figure(numbers: pd.DataFrame) -> Figure:
-    """A line per method with standard errors, each stretch at its first position."""
-    return places_figure(numbers, "first position of the stretch (token)")
 
 
 def valley_table(records: Sequence[Record], store: Store) -> pd.DataFrame:
     """Runs by method and bits: ΔNLL to full precision with its error, and the paired change from the width before.
 
-    `valley`: the loss is higher than at the next smaller width beyond noise, all steps tested together.
+    `valley`: the loss is higher than at the next smaller width beyond noise, all steps tested together. Empty for fewer
+    widths than `_FEWEST_WIDTHS`.
     """
     lines: list[dict[str, Any]] = []
     wanted = [record for record in records if record.bits.isdecimal() and "delta_nll" in record.metrics]
     wanted.sort(key=lambda r: (label(r), int(r.bits)))
     steps = {after.key: before for before, after in itertools.pairwise(wanted) if label(before) == label(after)}
-    tested = Comparisons(store.samples_of).family([(after, steps[after.key]) for after in wanted if after.key in steps])
+    if len({record.bits for record in wanted}) < _FEWEST_WIDTHS:
+        return pd.DataFrame()
+    comparisons = Comparisons(store.samples_of)
+    tested = comparisons.family([(after, steps[after.key]) for after in wanted if after.key in steps])
     for record in wanted:
-        before, change = steps.get(record.key), (math.nan, math.nan)
-        if before is not None:
-            change = loss_change(record, before, store)
+        before = steps.get(record.key)
+        change = None if before is None else comparisons.delta_nll(record, before)
         found = {name: record.metrics.get(name, math.nan) for name in ("delta_nll", "delta_nll_se", "delta_perplexity")}
-        worse = before is not None and change[0] > 0 and tested.differs((record.key, before.key))
-        step = {"step": change[0], "step_se": change[1], "valley": worse}
+        step: dict[str, Any] = {"step": math.nan, "step_se": math.nan, "valley": False}
+        if before is not None and change is not None:
+            worse = change.value > 0 and tested.differs((record.key, before.key))
+            step = {"step": change.value, "step_se": change.standard_error, "valley": worse}
         lines.append({"method": label(record), "bits": int(record.bits), **found, **step})
     return pd.DataFrame(lines)
 
 
-def widths_table(records: Sequence[Record], store: Store) -> pd.DataFrame:
-    """`valley_table` of runs at `_FEWEST_WIDTHS` widths or more; else empty."""
-    table = valley_table(records, store)
-    return table if not table.empty and table["bits"].nunique() >= _FEWEST_WIDTHS else pd.DataFrame()
-
-
-@register_figure("widths", "More bits, less loss? {where}", widths_table, of="all", task="ppl", note=NOISE_RULE)
+@register_figure("widths", "More bits, less loss? {where}", valley_table, of="all", task="ppl", note=NOISE_RULE)
 def valley_figure(table: pd.DataFrame) -> Figure:
     """ΔNLL by bits on a scale that is linear near 0; rings: higher than at one bit less, beyond noise.
 

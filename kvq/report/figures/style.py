@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
-import functools
 import io
 import math
 import warnings
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
+import matplotlib
 import numpy as np
 import pandas as pd
+from matplotlib.figure import Figure
 
 from kvq.report.command import write_files
 from kvq.report.labels import FIRST, colour_of, method_of
 from kvq.report.tables.formats import plain_cell
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 COLUMN = 3.4
 """Inches of one column of a two-column paper; a figure is one or two wide."""
@@ -31,30 +29,18 @@ MOST_LINES = 16
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
 _DASHES: Any = ("-", (0, (4, 1.5)), (0, (1, 1)), (0, (4, 1, 1, 1)))
 _DPI = 160
+_STYLE = matplotlib.rc_params_from_file(Path(__file__).parent / "kvq.mplstyle", use_default_template=False)
 # No dates and versions, so that the same records give the same bytes.
 _METADATA: dict[str, dict[str, Any]] = {"pdf": {"CreationDate": None, "Producer": None}, "png": {"Software": None}}
 
 
-@contextmanager
-def style() -> Iterator[None]:
-    """matplotlib's settings of all figures, within the block."""
-    import matplotlib
-
-    with matplotlib.rc_context(_settings()):
-        yield
-
-
-@functools.cache
-def _settings() -> Any:
-    from matplotlib import rc_params_from_file
-
-    return rc_params_from_file(Path(__file__).parent / "kvq.mplstyle", use_default_template=False)
+def style() -> AbstractContextManager[None]:
+    """matplotlib's settings of all figures, within a block."""
+    return matplotlib.rc_context(_STYLE)
 
 
 def figure(columns: int, height: float) -> Figure:
     """An empty figure one or two columns wide and `height` inches high."""
-    from matplotlib.figure import Figure
-
     return Figure(figsize=(COLUMN * columns, height), layout="constrained")
 
 
@@ -149,11 +135,7 @@ def image_of(made: Figure, kind: str = "png") -> bytes:
 
 
 def save(made: Figure | None, numbers: pd.DataFrame, folder: Path, stem: str) -> list[Path]:
-    """Write `stem`.csv and, of a figure, .pdf and .png and return their paths.
-
-    Raises:
-        RecordError: a folder that cannot be written.
-    """
+    """Write `stem`.csv and, of a figure, .pdf and .png and return their paths."""
     plain = numbers.rename(columns=plain_cell)
     for name in plain.select_dtypes(exclude="number"):
         plain[name] = plain[name].map(plain_cell)

@@ -9,6 +9,7 @@ import os
 import re
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from kvq.errors import RecordError, printable
 from kvq.report.comparisons import (
     Comparisons,
+    Limit,
     Limits,
     Verdicts,
     bits_above,
@@ -62,9 +64,6 @@ def build_tables(
         keys: show only these runs, with the full-precision runs they are paired with; None shows all.
         stale: whether a version of a record is out of date; None compares with the versions now.
         scanned: what `read_records` gave, so that the folder is not read twice.
-
-    Raises:
-        RecordError: the folder cannot be listed.
     """
     records, broken = scanned or read_records(store, keys)
     if keys is not None:
@@ -78,7 +77,7 @@ def build_tables(
     comparisons = Comparisons(lambda record: samples_of(record, store, unused))
     limits = limits_of(records, comparisons.samples)
     stale = stale or staleness()
-    tables = [_against(_table(name, groups[name], comparisons, stale), limits) for name in sorted(groups)]
+    tables = [_table(name, groups[name], comparisons, limits, stale) for name in sorted(groups)]
     reasons = {file.path: file.reason for file in broken} | unused
     files = tuple(Broken(path, reason) for path, reason in reasons.items())
     return Tables(tuple(sorted(told_apart(tables), key=lambda table: table.slug)), files)
@@ -117,17 +116,6 @@ def _titled(name: str, words: str) -> str:
     return f"{name} ({words})" if words else name
 
 
-def _against(table: Table, limits: Limits) -> Table:
-    """The table with the limit of its model and text, and each row's bits above it."""
-    limit = next((limit for row in table.rows if (limit := limit_of(row.record, limits))), None)
-    if limit is None or not limit.curve:
-        return table
-    rows = [
-        row if row.baseline else replace(row, above_limit=bits_above(row.record, limit.curve)) for row in table.rows
-    ]
-    return replace(table, rows=tuple(rows), limit=limit.curve, notes=(*table.notes, limit.note))
-
-
 def _protocol(run: Record) -> dict[str, Any]:
     fallback: dict[str, Any] = {"task": run.task, "model": run.model, "dataset": run.dataset, "seed": None}
     return {name: run.config.get(name, fallback[name]) for name in PROTOCOL}
@@ -137,10 +125,12 @@ def _table(
     protocol: str,
     records: Sequence[Record],
     comparisons: Comparisons,
+    limits: Limits,
     stale: Callable[[Record], bool],
 ) -> Table:
     first = min(records, key=lambda run: (run.task, run.model, run.dataset, run.key))
-    rows, verdicts = _rows(records, comparisons, stale)
+    limit = next((found for run in records if (found := limit_of(run, limits)) and found.curve), Limit((), ""))
+    rows, verdicts = _rows(records, comparisons, limit, stale)
     model = model_name(first.model)
     slug = "-".join(re.sub(r"[^A-Za-z0-9.]+", "_", name) or "_" for name in (first.task, model, first.dataset))
     words = ", ".join(protocol_departures(first))
@@ -149,16 +139,17 @@ def _table(
         title=_titled(f"{first.task}: {model} on {first.dataset}", words),
         protocol=_describe(first, records),
         rows=rows,
-        notes=tuple(notes_of(rows, comparisons, verdicts)),
+        notes=(*notes_of(rows, comparisons, verdicts), *filter(None, [limit.note])),
         words=words,
         about=protocol_of(first),
         settings=tuple((name, text) for name, text in flatten(_protocol(first)) if text != "null"),
         texts=texts_of(rows, comparisons.samples),
+        limit=limit.curve,
     )
 
 
 def _rows(
-    records: Sequence[Record], comparisons: Comparisons, stale: Callable[[Record], bool]
+    records: Sequence[Record], comparisons: Comparisons, limit: Limit, stale: Callable[[Record], bool]
 ) -> tuple[tuple[Row, ...], Verdicts]:
     """Rows, and verdicts on all pairs of methods and on each name's neighbouring widths."""
     baselines = {record.baseline_key for record in records} | {r.key for r in records if r.method == "fp16"}
@@ -201,6 +192,7 @@ def _rows(
                 p_value=corrected.get(record.key),
                 variant=record.key in variants,
                 unquantized=not baseline and is_unquantized(record, known),
+                above_limit=None if baseline else bits_above(record, limit.curve),
                 pays=None if (own := paying.get(record.key)) is None else (own[0], shown(own[1])),
             )
         )
@@ -266,37 +258,29 @@ def texts_of(rows: Sequence[Row], samples: Callable[[Record], list[dict[str, Any
     Args:
         samples: gives the stored samples of a run.
     """
-    found = [(row, sample) for row in rows if (sample := _sample(row, samples)) is not None]
-    full = next((sample["text"] for row, sample in found if row.baseline), None)
+    found = []
+    for row in rows:
+        if row.record.task != TASK or row.record.status != "done":
+            continue
+        with suppress(RecordError):
+            first = next(iter(samples(row.record)), {})
+            if all(isinstance(first.get(name), str) for name in ("prompt", "text")):
+                found.append((row, _clean(first["prompt"]), _clean(first["text"])))
     if not found:
         return None
-    return Texts(
-        _clean(found[0][1]["prompt"]), tuple(_continuation(row, sample["text"], full) for row, sample in found)
-    )
-
-
-def _sample(row: Row, samples: Callable[[Record], list[dict[str, Any]]]) -> dict[str, Any] | None:
-    if row.record.task != TASK or row.record.status != "done":
-        return None
-    try:
-        found = samples(row.record)
-    except RecordError:
-        return None
-    whole = bool(found) and all(isinstance(found[0].get(name), str) for name in ("prompt", "text"))
-    return found[0] if whole else None
+    full = next((text for row, _, text in found if row.baseline), None)
+    return Texts(found[0][1], tuple(_continuation(row, text, full) for row, _, text in found))
 
 
 def _continuation(row: Row, text: str, full: str | None) -> Continuation:
-    name, shown = f"{row.name}, {row.bits} bits" if row.record.bits else row.name, _clean(text)
-    if row.baseline or full is None:
-        return Continuation(name, "", shown, "", "")
-    same = os.path.commonprefix([shown, _clean(full)])  # noqa: RUF071 - of characters, not of folders
-    rest = shown[len(same) :]
+    name = f"{row.name}, {row.bits} bits" if row.record.bits else row.name
+    if row.baseline or full is None or text == full:
+        said = "the same text as full precision" if text == full and not row.baseline else ""
+        return Continuation(name, said, text, "", "")
+    same, metrics = os.path.commonprefix([text, full]), row.record.metrics  # noqa: RUF071 - of characters, not folders
+    rest = text[len(same) :]
     word = re.match(r"\s*\S*", rest)
     cut = word.end() if word else 0
-    if shown == _clean(full):
-        return Continuation(name, "the same text as full precision", shown, "", "")
-    metrics = row.record.metrics
     said = f"{metrics.get('same_tokens', 0):.0f} of {metrics.get('new_tokens', 0):.0f} tokens as full precision"
     return Continuation(name, said, same, rest[:cut], rest[cut:])
 

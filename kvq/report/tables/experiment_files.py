@@ -10,13 +10,27 @@ from pathlib import Path
 from kvq.report.command import write_files
 from kvq.report.labels import ON_TEST_TEXT
 from kvq.report.tables.experiments import Answers, Experiment, Shown, labels_of, refused, shown_cells, stand_in_cells
-from kvq.report.tables.formats import PREAMBLE, Sheet, csv_of, escape_markdown, landscape, markdown_table, one_line
-from kvq.report.tables.layout import DASH, UNQUANTIZED, fixed
+from kvq.report.tables.formats import (
+    PREAMBLE,
+    csv_of,
+    escape_markdown,
+    landscape,
+    markdown_rows,
+    markdown_table,
+    one_line,
+)
+from kvq.report.tables.layout import DASH, UNQUANTIZED, Sheet, fixed
 from kvq.report.tables.notes import STALE
 from kvq.report.tables.readings import AXES, Reference
 from kvq.results import Record, staleness
 
 INDEX = "index.md"
+_BEGIN = """\
+# Experiments
+
+Published figures and ours beside them, by `make tables`; changes here are overwritten.
+"""
+_INDEX = ("experiment", "table", "measured", "stand-ins", "runs in full", "not in this version", "cannot be measured")
 _SHOWN_COMMANDS = 3
 _BITS = ("published bits", "measured bits", "effective bits")
 _OWN = ("Not measured: ", "Run: ", "The other ")
@@ -83,7 +97,8 @@ def _grid(experiment: Experiment, cells: Sequence[Shown], section: str) -> Sheet
     bits = [*_BITS[:1]] * printed + [*_BITS[1:]]
     title = ": ".join(filter(None, [experiment.title, "; ".join(filter(None, [section, *constant]))]))
     notes = [f"Cells: {what}."] if columns else []
-    return Sheet(title, [*rows, *bits, *names], lines, len(rows), notes=[*notes, *_notes(experiment, cells, numbers)])
+    notes += _notes(experiment, cells, numbers)
+    return Sheet(title, [*rows, *bits, *names], lines, range(len(rows)), notes=notes)
 
 
 def _bits(cells: Sequence[Shown], printed: bool) -> list[str]:
@@ -152,16 +167,13 @@ def _notes(experiment: Experiment, cells: Sequence[Shown], numbers: Mapping[str,
 
 def markdown(experiment: Experiment, grids: Sequence[Sheet]) -> str:
     """All tables of an experiment on one page."""
-    where = " ".join(filter(None, [experiment.paper, experiment.table]))
-    lines = [f"# {escape_markdown(f'{where}: {experiment.title}')}", ""]
+    lines = [f"# {_title(experiment)}", ""]
     more = f" and {experiment.baselines} of full precision beside them" if experiment.baselines else ""
     lines += [f"`python run.py +experiment={experiment.name}`, {experiment.runs} runs in full{more}."]
     for choice, runs in experiment.waiting.items():
         lines.append(f"\nNot in this version: `{choice}`, which {runs} of the runs need.")
     for grid in grids:
-        header, *rows = ([escape_markdown(cell) for cell in row] for row in (grid.header, *grid.rows))
-        text = markdown_table(header, rows, numbers=range(grid.labels, len(header)))
-        lines += ["", f"## {escape_markdown(grid.title)}", "", *text, ""]
+        lines += ["", f"## {escape_markdown(grid.title)}", "", *markdown_rows(grid), ""]
         lines += [f"- {_as_code(note)}" for note in grid.notes]
     return "\n".join(lines).rstrip() + "\n"
 
@@ -179,9 +191,8 @@ def latex(experiment: Experiment, grids: Sequence[Sheet]) -> str:
     for index, grid in enumerate(grids):
         own = [note for note in grid.notes if note.startswith(_OWN)]
         label = f"tab:{slug(experiment)}" + (f"-{index + 1}" if len(grids) > 1 else "")
-        left, names = frozenset(range(grid.labels)), grid.labels + sum(title in _BITS for title in grid.header)
         notes = [note for note in grid.notes if note not in own]
-        lines.append(landscape(replace(grid, label=label, labels=names, left=left, notes=notes, comments=own)))
+        lines.append(landscape(replace(grid, label=label, notes=notes, comments=own)))
     return "\n".join(lines).rstrip() + "\n"
 
 
@@ -220,32 +231,27 @@ def slug(experiment: Experiment) -> str:
     return re.sub(r"[^A-Za-z0-9_.]+", "-", experiment.name).strip("-.") or "experiment"
 
 
+def _title(experiment: Experiment) -> str:
+    """Where its paper prints it, and what it shows, as Markdown."""
+    where = " ".join(filter(None, [experiment.paper, experiment.table]))
+    return escape_markdown(f"{where}: {experiment.title}")
+
+
 def write_experiments(
     experiments: Sequence[Experiment], records: Answers, reference: Reference, out_dir: Path
 ) -> list[Path]:
-    """Write every experiment as Markdown, CSV and LaTeX and an index of them; return their paths.
-
-    Raises:
-        RecordError: the folder cannot be written.
-    """
+    """Write every experiment as Markdown, CSV and LaTeX and an index of them; return their paths."""
     files: dict[str, str] = {}
-    stale = staleness()
-    lines = ["# Experiments", ""]
-    lines += ["Published figures and ours beside them, by `make tables`; changes here are overwritten.", ""]
-    titles = ["experiment", "table", "measured", "stand-ins", "runs in full", "not in this version"]
-    titles.append("cannot be measured")
-    rows = []
+    stale, rows = staleness(), []
     for experiment in experiments:
         filled = fill(experiment, records, reference, stale)
         name, grids = slug(experiment), grids_of(filled)
         files |= {f"{name}.md": markdown(experiment, grids), f"{name}.tex": latex(experiment, grids)}
         files[f"{name}.csv"] = csv(filled)
         done = f"{sum(cell.value is not None for cell in filled.cells)} of {len(filled.cells)}"
-        where = " ".join(filter(None, [experiment.paper, experiment.table]))
-        row = [f"`{experiment.name}`", f"[{escape_markdown(f'{where}: {experiment.title}')}]({name}.md)", done]
-        row += [", ".join(filled.stand_ins) or DASH, str(experiment.runs), ", ".join(experiment.waiting) or DASH]
         never = (f"{count}: {escape_markdown(reason)}" for reason, count in refused(filled.cells).items())
-        row.append("; ".join(never) or DASH)
-        rows.append(row)
-    files[INDEX] = "\n".join([*lines, *markdown_table(titles, rows, numbers={2, 4})]) + "\n"
-    return write_files("tables", out_dir, files)
+        cells = [f"`{experiment.name}`", f"[{_title(experiment)}]({name}.md)", done, ", ".join(filled.stand_ins)]
+        cells += [str(experiment.runs), ", ".join(experiment.waiting), "; ".join(never)]
+        rows.append([cell or DASH for cell in cells])
+    table = "\n".join(markdown_table(_INDEX, rows, numbers={2, 4}))
+    return write_files("tables", out_dir, files | {INDEX: f"{_BEGIN}\n{table}\n"})

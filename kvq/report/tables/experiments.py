@@ -220,8 +220,8 @@ def _shown(
         published,
         value=experiment.scale * value,
         error=None if error is None else abs(experiment.scale) * error,
-        bits=_same(record.metrics.get("bits_per_element") for record in found),
-        effective_bits=_same(record.metrics.get("effective_bits") for record in found),
+        bits=_mean("bits_per_element", found),
+        effective_bits=_mean("effective_bits", found),
         within_noise=single is not None and _within_noise(single, asked.metric),
         unquantized=all(is_unquantized(record, records.by_key) for record in found),
         stale=any(stale(record) for record in found),
@@ -258,8 +258,8 @@ def _value(records: Sequence[Record], metric: str, pool: str, known: Mapping[str
     return sum(found) / (1 if pool == "sum" else len(found))
 
 
-def _same(values: Iterable[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
+def _mean(metric: str, records: Sequence[Record]) -> float | None:
+    known = [record.metrics[metric] for record in records if metric in record.metrics]
     return sum(known) / len(known) if known else None
 
 

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import io
+import itertools
 import os
 import re
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from csv import DictWriter
-from dataclasses import dataclass
-from itertools import groupby
 from pathlib import Path
 
 import yaml
@@ -16,15 +15,7 @@ import yaml
 from kvq.errors import RecordError, printable
 from kvq.report.command import no_records, write_files
 from kvq.report.tables.build import build_tables
-from kvq.report.tables.layout import (
-    LISTED,
-    Cell,
-    Table,
-    Tables,
-    is_of_diagnostics,
-    is_of_items,
-    is_of_texts,
-)
+from kvq.report.tables.layout import LISTED, Sheet, Table, Tables, is_of_diagnostics, is_of_items, is_of_texts
 from kvq.results import Record, Store
 from kvq.results.files import cause
 
@@ -33,40 +24,9 @@ PREAMBLE = "% needs " + "".join(f"\\usepackage{{{name}}}" for name in PACKAGES)
 _MINUS = re.compile(r"(?<![0-9A-Za-z.])-(?=[0-9])")
 
 
-@dataclass(frozen=True)
-class Sheet:
-    """A table as text that is not escaped.
-
-    Attributes:
-        title: what it shows.
-        header: titles of columns.
-        rows: cells.
-        labels: how many columns at the left name the row.
-        left: columns aligned left (None: those that name the row); the others are numbers.
-        label: for `\\ref`; empty: none.
-        bold: (row, column) of cells set in bold.
-        notes: lines below the table.
-        comments: lines that stand only in the file, such as commands.
-    """
-
-    title: str
-    header: Sequence[str]
-    rows: Sequence[Sequence[str]]
-    labels: int
-    left: frozenset[int] | None = None
-    label: str = ""
-    bold: frozenset[tuple[int, int]] = frozenset()
-    notes: Sequence[str] = ()
-    comments: Sequence[str] = ()
-
-    def is_left(self, column: int) -> bool:
-        """Whether a column is aligned left."""
-        return column < self.labels if self.left is None else column in self.left
-
-
 def landscape(sheet: Sheet) -> str:
     """A `longtable` on pages turned sideways: columns of text have twice the width of numbers."""
-    left = [sheet.is_left(column) for column in range(len(sheet.header))]
+    left = [column in sheet.left for column in range(len(sheet.header))]
     whole = len(left) + sum(left)
     form = "".join(
         f">{{\\{'raggedright' if text else 'raggedleft'}\\arraybackslash}}"
@@ -92,7 +52,7 @@ def landscape(sheet: Sheet) -> str:
 
 def _cell(sheet: Sheet, row: int, column: int) -> str:
     text = escape_latex(sheet.rows[row][column])
-    text = _breakable(text) if sheet.is_left(column) else _MINUS.sub("$-$", text)
+    text = _breakable(text) if column in sheet.left else _MINUS.sub("$-$", text)
     text = f"{{}}{text}" if text.startswith("[") else text  # behind a line's end it would be a length
     return rf"\textbf{{{text}}}" if (row, column) in sheet.bold else text
 
@@ -107,18 +67,20 @@ CSV_METRICS: list[str] = LISTED["csv"]
 
 def markdown(table: Table) -> str:
     """The table as GitHub Markdown, its protocol above and its notes below."""
-
-    def shown(cell: Cell) -> str:
-        text = escape_markdown(cell.text)
-        return f"**{text}**" if cell.bold else text
-
     lines = [f"# {escape_markdown(table.title)}", ""]
     lines += [f"- {escape_markdown(line)}" for line in table.protocol]
-    rows = [[shown(cell) for cell in cells] for cells in table.cells]
-    numbers = {place for place, column in enumerate(table.columns) if column.numeric}
-    lines += ["", *markdown_table([escape_markdown(column.title) for column in table.columns], rows, numbers)]
+    lines += ["", *markdown_rows(table.sheet)]
     lines += ["", *(f"- {escape_markdown(note)}" for note in table.notes)]
     return "\n".join(lines).rstrip() + "\n"
+
+
+def markdown_rows(sheet: Sheet) -> list[str]:
+    """Lines of a sheet's header and rows."""
+    rows = [list(map(escape_markdown, row)) for row in sheet.rows]
+    for row, column in sheet.bold:
+        rows[row][column] = f"**{rows[row][column]}**"
+    numbers = set(range(len(sheet.header))).difference(sheet.left)
+    return markdown_table(list(map(escape_markdown, sheet.header)), rows, numbers)
 
 
 def csv(table: Table) -> str:
@@ -150,29 +112,13 @@ def csv(table: Table) -> str:
 
 def latex(table: Table) -> str:
     """The table for a paper, with booktabs: its caption names the protocol's runs, its notes stand below."""
-    sheet = Sheet(
-        title=table.title,
-        label=f"tab:{table.slug}",
-        header=[column.title for column in table.columns],
-        rows=[[cell.text for cell in row] for row in table.cells],
-        labels=2,
-        left=frozenset(index for index, column in enumerate(table.columns) if not column.numeric),
-        bold=frozenset((r, c) for r, row in enumerate(table.cells) for c, cell in enumerate(row) if cell.bold),
-        notes=table.notes,
-    )
-    return f"{PREAMBLE}\n{landscape(sheet)}"
+    return f"{PREAMBLE}\n{landscape(table.sheet)}"
 
 
 def index(tables: Tables) -> str:
     """A page that links every table, by task, and names every file that is not a record."""
-    lines = [
-        "# Tables",
-        "",
-        "Made from the records by `make tables`, which writes each as CSV and LaTeX too; changes here are",
-    ]
-    lines += ["overwritten. The papers' tables, measured beside published, are in [experiments](experiments/index.md);"]
-    lines += ["figures in [figures](../figures/index.md)."]
-    for task, found in groupby(tables.tables, key=lambda table: table.title.partition(":")[0]):
+    lines = [_BEGIN]
+    for task, found in itertools.groupby(tables.tables, key=lambda table: table.title.partition(":")[0]):
         rows = []
         for table in found:
             name = escape_markdown(table.title.partition(": ")[2] or table.title)
@@ -192,6 +138,12 @@ def _counts(table: Table) -> str:
 
 
 INDEX = "index.md"
+_BEGIN = """\
+# Tables
+
+Made from the records by `make tables`, which writes each as CSV and LaTeX too; changes here are
+overwritten. The papers' tables, measured beside published, are in [experiments](experiments/index.md);
+figures in [figures](../figures/index.md)."""
 _FORMATS = {"md": markdown, "csv": csv, "tex": latex}
 # The names `write_tables` gives: nothing else in the folder is ever removed.
 _OURS = re.compile(r"\]\(([A-Za-z0-9._-]+-[0-9a-f]{8})\.md\)")
@@ -213,9 +165,6 @@ def write_tables(
         out_dir: the folder.
         stale: as in `build_tables`.
         tables: those of the store, where they are built already.
-
-    Raises:
-        RecordError: the store has no records, or the folder cannot be written.
     """
     tables = build_tables(store, stale=stale) if tables is None else tables
     if not tables.tables:
@@ -225,21 +174,14 @@ def write_tables(
     for table in tables.tables:
         files |= {f"{table.slug}.{kind}": write(table) for kind, write in _FORMATS.items()}
     try:
-        former = _listed(folder / INDEX) - {table.slug for table in tables.tables}
+        former = (folder / INDEX).read_text(encoding="utf-8", errors="replace") if (folder / INDEX).exists() else ""
         paths = write_files("tables", folder, files)
-        for slug in former:
-            for kind in _FORMATS:
+        for slug, kind in itertools.product(set(_OURS.findall(former)), _FORMATS):
+            if f"{slug}.{kind}" not in files:
                 (folder / f"{slug}.{kind}").unlink(missing_ok=True)
     except OSError as error:
         raise RecordError(f"tables: cannot write under '{folder}': {cause(error)}") from error
     return paths
-
-
-def _listed(index: Path) -> set[str]:
-    try:
-        return set(_OURS.findall(index.read_text(encoding="utf-8", errors="replace")))
-    except FileNotFoundError:
-        return set()
 
 
 _LATEX = str.maketrans(yaml.safe_load((Path(__file__).parents[1] / "latex.yaml").read_text(encoding="utf-8")))

@@ -5,14 +5,12 @@ from __future__ import annotations
 import functools
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import yaml
-
-from kvq.config import plugins
+from kvq.report.labels import read_with_plugins
 from kvq.results import Broken, Record
 from kvq.results.metrics import AT_LENGTH, IN_FLIGHT, METRICS, Metric, length_of, metric_of, total_bits
 
@@ -76,6 +74,33 @@ class Texts:
 
 
 @dataclass(frozen=True)
+class Sheet:
+    """A table as text that is not escaped, which is written as Markdown and LaTeX and printed on a terminal.
+
+    Attributes:
+        title: what it shows.
+        header: titles of columns.
+        rows: cells.
+        left: columns aligned left; the others are numbers.
+        short: titles of columns for a terminal.
+        bold: (row, column) of cells set in bold.
+        label: for `\\ref`; empty: none.
+        notes: lines below the table.
+        comments: lines that stand only in a file of LaTeX, such as commands.
+    """
+
+    title: str
+    header: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    left: Collection[int]
+    short: Sequence[str] = ()
+    bold: Collection[tuple[int, int]] = ()
+    label: str = ""
+    notes: Sequence[str] = ()
+    comments: Sequence[str] = ()
+
+
+@dataclass(frozen=True)
 class Table:
     """Runs of one protocol: full precision first, then methods by name and bits.
 
@@ -106,14 +131,19 @@ class Table:
         return (*(replace(row, tokens=n) for n, row in sorted(known, key=lambda pair: pair[0])), *without)
 
     @functools.cached_property
-    def columns(self) -> tuple[Column, ...]:
-        """The columns."""
-        return columns_of(self)
-
-    @functools.cached_property
-    def cells(self) -> list[list[Cell]]:
-        """The cells of `lines`, one for each column."""
-        return [[column.cell(row) for column in self.columns] for row in self.lines]
+    def sheet(self) -> Sheet:
+        """The text of `lines`."""
+        columns, lines = columns_of(self), self.lines
+        return Sheet(
+            title=self.title,
+            header=[column.title for column in columns],
+            rows=[[column.cell(row) for column in columns] for row in lines],
+            left=[place for place, column in enumerate(columns) if column is COLUMNS[0]],
+            short=[column.short for column in columns],
+            bold={(r, c) for r, row in enumerate(lines) if row.best for c, one in enumerate(columns) if one is _MAIN},
+            label=f"tab:{self.slug}",
+            notes=self.notes,
+        )
 
     @property
     def is_of_memory(self) -> bool:
@@ -134,20 +164,12 @@ UNQUANTIZED = "nothing quantized"
 """Shown in place of a difference from full precision where no token was quantized."""
 
 
-class Cell(NamedTuple):
-    """The text of a table's cell, not escaped."""
-
-    text: str
-    bold: bool = False
-
-
 class Column(NamedTuple):
-    """A column: its title with the unit, a short one for a terminal, its cells."""
+    """A column: its title with the unit, a short one for a terminal, the text of its cells."""
 
     title: str
     short: str
-    cell: Callable[[Row], Cell]
-    numeric: bool = True
+    cell: Callable[[Row], str]
 
 
 def fixed(value: float, digits: int, signed: bool = False) -> str:
@@ -158,66 +180,45 @@ def fixed(value: float, digits: int, signed: bool = False) -> str:
     return f"{round(value, digits) + 0.0:{sign}.{digits}f}"  # + 0.0 turns a rounded -0.0 into 0.0
 
 
-def _metric(metric: Metric) -> Callable[[Row], Cell]:
-    def cell(row: Row) -> Cell:
-        value = row.record.metrics.get(metric.name)
-        if value is None or row.record.units.get(metric.name, metric.unit) != metric.unit:
-            return Cell(DASH)
-        return Cell(fixed(value * metric.scale, metric.digits, metric.signed))
-
-    return cell
-
-
-def _column(name: str, cell: Callable[[Row], Cell] | None = None, unit: str | None = None) -> Column:
-    """A column of a metric; `cell` makes its text (None: only the number)."""
-    metric = metric_of(name, unit)
-    return Column(metric.title, metric.short, cell or _metric(metric))
+def _number(row: Row, metric: Metric, with_error: bool = False) -> str:
+    """A metric of a run, and where it is asked for and there is one, its standard error."""
+    value, error = (row.record.metrics.get(f"{metric.name}{end}") for end in ("", "_se"))
+    if value is None or row.record.units.get(metric.name, metric.unit) != metric.unit:
+        return DASH
+    after = f" ± {fixed(error * metric.scale, metric.digits)}" if with_error and error is not None else ""
+    return fixed(value * metric.scale, metric.digits, metric.signed) + after
 
 
-def _spread(metric: Metric) -> Callable[[Row], Cell]:
-    """The cell of a number with its standard error, where a record has one."""
-
-    def cell(row: Row) -> Cell:
-        error = row.record.metrics.get(f"{metric.name}_se")
-        after = "" if error is None else f" ± {fixed(error * metric.scale, metric.digits)}"
-        return Cell(_metric(metric)(row).text + after)
-
-    return cell
+def _difference(row: Row, metric: Metric) -> str:
+    """A difference from full precision, with its standard error."""
+    text = _number(row, metric, with_error=True)
+    if text == DASH or row.unquantized:
+        return DASH if text == DASH else UNQUANTIZED
+    return f"≈ {text}" if row.within_noise else text
 
 
-def _with_footnote(cell: Callable[[Row], Cell]) -> Callable[[Row], Cell]:
-    return lambda row: cell(row) if row.footnote is None else Cell(f"{DASH} [{row.footnote}]")
+def _main(row: Row, metric: Metric) -> str:
+    """The metric that a table is of; of a run without it, the number of the note that says why."""
+    return _number(row, metric) if row.footnote is None else f"{DASH} [{row.footnote}]"
 
 
-def _perplexity(row: Row) -> Cell:
-    if row.footnote is not None:
-        return Cell(f"{DASH} [{row.footnote}]")
-    return Cell(_metric(METRICS["perplexity"])(row).text, bold=row.best)
+def _of_metric(metric: Metric, text: Callable[..., str] = _number, **more: Any) -> Column:
+    """A column of a metric; `text` makes a cell of a row and the metric."""
+    return Column(metric.title, metric.short, functools.partial(text, metric=metric, **more))
 
 
-def _difference(metric: Metric) -> Callable[[Row], Cell]:
-    """The cell of a difference from full precision, with its standard error."""
-
-    def cell(row: Row) -> Cell:
-        delta, error = (row.record.metrics.get(f"{metric.name}{end}") for end in ("", "_se"))
-        if delta is None:
-            return Cell(DASH)
-        if row.unquantized:
-            return Cell(UNQUANTIZED)
-        spread = "" if error is None else f" ± {fixed(error * metric.scale, metric.digits)}"
-        shown = fixed(delta * metric.scale, metric.digits, metric.signed)
-        return Cell(f"{'≈ ' if row.within_noise else ''}{shown}{spread}")
-
-    return cell
+def _column(name: str, text: Callable[..., str] = _number, unit: str | None = None, **more: Any) -> Column:
+    return _of_metric(metric_of(name, unit), text, **more)
 
 
-_DELTA_NLL = Column("ΔNLL ± SE (nats/token)", "ΔNLL ± SE", _difference(METRICS["delta_nll"]))
+_DELTA_NLL = _column("delta_nll", _difference)._replace(title="ΔNLL ± SE (nats/token)", short="ΔNLL ± SE")
+_MAIN = _column("perplexity", _main)
 COLUMNS = (
-    Column("Method", "Method", lambda row: Cell(f"{row.name} †" if row.stale else row.name), numeric=False),
-    Column("Bits", "Bits", lambda row: Cell(row.bits)),
+    Column("Method", "Method", lambda row: f"{row.name} †" if row.stale else row.name),
+    Column("Bits", "Bits", lambda row: row.bits),
     _column("bits_per_element"),
     _column("effective_bits"),
-    _column("perplexity", _perplexity),
+    _MAIN,
     _column("delta_perplexity"),
     _DELTA_NLL,
     _column("kl_mean"),
@@ -226,48 +227,33 @@ COLUMNS = (
 )
 
 
-def _above(row: Row) -> Cell:
-    return Cell(DASH if row.above_limit is None else fixed(row.above_limit, 2, signed=True))
-
-
-_ABOVE = Column("Bits above the limit at equal loss", "Above", _above)
-
-
-def _total(row: Row) -> Cell:
+def _total(row: Row) -> str:
     bits = total_bits(row.record.metrics, IN_FLIGHT["32K"])
-    return Cell(DASH if bits is None or row.baseline else fixed(bits, 3))
+    return DASH if bits is None or row.baseline else fixed(bits, 3)
+
+
+def _above_limit(row: Row) -> str:
+    return DASH if row.above_limit is None else fixed(row.above_limit, 2, signed=True)
 
 
 _WITH_TABLES = (
     Column("Total bits/element at 32K tokens in flight, tables counted", "At 32K", _total),
-    Column("Tables pay from (tokens in flight; against)", "Pays from", lambda row: Cell(row.pays_text)),
+    Column("Tables pay from (tokens in flight; against)", "Pays from", lambda row: row.pays_text),
 )
-_TOKENS = Column("Tokens", "Tokens", lambda row: Cell(DASH if row.tokens is None else f"{row.tokens:,}"))
+_TOKENS = Column("Tokens", "Tokens", lambda row: DASH if row.tokens is None else f"{row.tokens:,}")
 
 
-def _at_length(metric: Metric) -> Column:
-    """The column of a metric that a record has for each length."""
-
-    def cell(row: Row) -> Cell:
-        return _metric(metric._replace(name=f"{metric.name}_{row.tokens}"))(row)
-
-    return Column(metric.title, metric.short, cell)
+def _at_length(row: Row, metric: Metric) -> str:
+    """A metric that a record has for each length."""
+    return _number(row, metric._replace(name=f"{metric.name}_{row.tokens}"))
 
 
 # What every table begins with.
 _RUN = COLUMNS[:4]
 
 
-def _listed() -> dict[str, Any]:
-    """What tables show: `columns.yaml` here, with what the files of that name in plugins' packages add to its lists."""
-    found: dict[str, Any] = yaml.safe_load((Path(__file__).parent / "columns.yaml").read_text(encoding="utf-8"))
-    for path in (folder / "columns.yaml" for folder in plugins.packages()):
-        for name, more in yaml.safe_load(path.read_text(encoding="utf-8")).items() if path.is_file() else ():
-            found[name] = found[name] | more if isinstance(more, dict) else [*found[name], *more]
-    return found
-
-
-LISTED = _listed()
+LISTED = read_with_plugins(Path(__file__).with_name("columns.yaml"))
+"""What tables show."""
 # Most columns of parts (lengths, subsets, tasks) that a table shows; more stand in its CSV.
 _SHOWN_PARTS = 8
 _PART = re.compile(r"(?P<name>\w+)\[(?P<part>length|subset|task|bucket|turn)=(?P<value>.+)\]")
@@ -312,23 +298,25 @@ def columns_of(table: Table) -> tuple[Column, ...]:
 
     if table.is_of_memory:
         lengths = {name.rpartition("_")[0] for name in names}
-        return (*COLUMNS[:2], _TOKENS, *(_at_length(metric) for name, metric in AT_LENGTH.items() if name in lengths))
+        own = [_of_metric(metric, _at_length) for name, metric in AT_LENGTH.items() if name in lengths]
+        return (*COLUMNS[:2], _TOKENS, *own)
     if is_of_diagnostics(table):
         return (*COLUMNS[:2], *measured(table)[:_SHOWN_PARTS])
     if is_of_texts(table):
-        return (*_RUN, *(_column(name, _spread(METRICS[name])) for name in LISTED["written"][task]))
+        return (*_RUN, *(_column(name, with_error=True) for name in LISTED["written"][task]))
     if task in LISTED["continued"]:
         return (*_RUN, _column("nll"), _DELTA_NLL, *known("continued", task), *_parts(names, "delta_nll"))
     if not is_of_items(table):
-        off = Column("Preset's NLL − engine's ± SE", "Off ± SE", _difference(METRICS["preset_off"]))
+        off = _column("preset_off", _difference)._replace(title="Preset's NLL − engine's ± SE", short="Off ± SE")
         compared = [off, *known("agreement")] if "preset_off" in names else []
+        above = [Column("Bits above the limit at equal loss", "Above", _above_limit)] if table.limit else []
         tails = known("tails_of_files" if task == "kld" else "tails")
         counted = _WITH_TABLES if any(row.pays is not None for row in table.rows) else ()
-        return (*COLUMNS, *tails, *counted, *([_ABOVE] if table.limit else []), *compared)
+        return (*COLUMNS, *tails, *counted, *above, *compared)
     main = "accuracy" if "accuracy" in names else "score"
     columns = (
-        _column(main, _with_footnote(_metric(METRICS[main]))),
-        Column("Δ ± SE (points)", "Δ ± SE", _difference(METRICS[f"delta_{main}"])),
+        _column(main, _main),
+        _column(f"delta_{main}", _difference)._replace(title="Δ ± SE (points)", short="Δ ± SE"),
         Column("Lost, gained (items)", "-/+", _lost_and_gained),
         Column("p (Holm)", "p", _p_value),
     )
@@ -345,16 +333,16 @@ def _parts(names: set[str], main: str) -> list[Column]:
         value = match["value"]
         turn = (f"{whole.title}, turn {value}", f"turn {value}")
         titles = turn if match["part"] == "turn" else (f"{value} (%)", value)
-        columns.append(Column(*titles, _metric(whole._replace(name=name))))
+        columns.append(Column(*titles, functools.partial(_number, metric=whole._replace(name=name))))
     return columns
 
 
-def _lost_and_gained(row: Row) -> Cell:
+def _lost_and_gained(row: Row) -> str:
     lost, gained = row.record.metrics.get("lost"), row.record.metrics.get("gained")
-    return Cell(DASH if lost is None or gained is None else f"{lost:.0f}, {gained:.0f}")
+    return DASH if lost is None or gained is None else f"{lost:.0f}, {gained:.0f}"
 
 
-def _p_value(row: Row) -> Cell:
+def _p_value(row: Row) -> str:
     if row.p_value is None:
-        return Cell(DASH)
-    return Cell("<0.0001" if row.p_value < 1e-4 else fixed(row.p_value, 4))
+        return DASH
+    return "<0.0001" if row.p_value < 1e-4 else fixed(row.p_value, 4)

@@ -33,6 +33,8 @@ def notes_of(rows: Sequence[Row], comparisons: Comparisons, verdicts: Verdicts) 
     """Plain-text notes of a table, each one line; whoever writes them escapes them."""
     return [
         *(_item_marks(rows) if any("items" in row.record.metrics for row in rows) else _marks(rows)),
+        *_unquantized(rows),
+        *([STALE] if any(row.stale for row in rows) else []),
         *_short(rows, comparisons),
         *_perplexity(rows, comparisons),
         *_dtypes(rows),
@@ -65,9 +67,13 @@ def _marks(rows: Sequence[Row]) -> Iterator[str]:
         yield NOISE_RULE
     if any(row.best for row in rows):
         yield FRONTIER_RULE
-    yield from _variants(rows)
-    yield from _unquantized(rows)
-    yield from _stale(rows)
+    if any(row.best for row in rows) and any(row.variant for row in rows):
+        formats = any(engine_of(row.record.method) for row in rows)
+        slash = "names with a slash, but for formats of engines," if formats else "names with a slash,"
+        yield (
+            f"The frontier is over methods: ablations, variants and calibrations on another text ({slash} "
+            "settings that depart from a preset) take no part in it."
+        )
 
 
 def _short(rows: Sequence[Row], comparisons: Comparisons) -> Iterator[str]:
@@ -84,16 +90,6 @@ def _short(rows: Sequence[Row], comparisons: Comparisons) -> Iterator[str]:
     elif 0 < found.windows < SHORT:
         needed = f"a difference from full precision is beyond noise from a t of ±{found.critical:.1f} on"
         yield f"Short: {found.windows} windows, fewer than {SHORT}: here {needed}."
-
-
-def _variants(rows: Sequence[Row]) -> Iterator[str]:
-    if any(row.best for row in rows) and any(row.variant for row in rows):
-        formats = any(engine_of(row.record.method) for row in rows)
-        slash = "names with a slash, but for formats of engines," if formats else "names with a slash,"
-        yield (
-            f"The frontier is over methods: ablations, variants and calibrations on another text ({slash} "
-            "settings that depart from a preset) take no part in it."
-        )
 
 
 def _unquantized(rows: Sequence[Row]) -> Iterator[str]:
@@ -124,13 +120,6 @@ def _item_marks(rows: Sequence[Row]) -> Iterator[str]:
     if kept:
         names = ", ".join(f"{row.name} {row.bits}" for row in kept)
         yield f"Not worse than full precision by the protocol's margin (task.margin), p at most {ALPHA:g}: {names}."
-    yield from _unquantized(rows)
-    yield from _stale(rows)
-
-
-def _stale(rows: Sequence[Row]) -> Iterator[str]:
-    if any(row.stale for row in rows):
-        yield STALE
 
 
 def _perplexity(rows: Sequence[Row], comparisons: Comparisons) -> Iterator[str]:
@@ -190,13 +179,11 @@ def _bit_widths(rows: Sequence[Row], comparisons: Comparisons, verdicts: Verdict
                 falls += 1
             else:
                 exceptions.append(f"{name}: {_exception(fewer, more, comparisons, verdicts)}")
-    everywhere = "perplexity falls beyond noise from each bit width to the next"
-    if exceptions:
-        yield from exceptions
-        if falls:
-            yield f"For all other pairs of bit widths of a method {everywhere}."
-    elif falls:
-        yield f"For every method measured at several bit widths {everywhere}."
+    yield from exceptions
+    if falls:
+        others, every = "all other pairs of bit widths of a method", "every method measured at several bit widths"
+        which = others if exceptions else every
+        yield f"For {which} perplexity falls beyond noise from each bit width to the next."
 
 
 def _exception(fewer: Record, more: Record, comparisons: Comparisons, verdicts: Verdicts) -> str:

@@ -24,7 +24,6 @@ from kvq.results.statistics import spearman
 
 FILE = "paper_results.csv"
 AXES = ("model", "method", "setting", "dataset", "metric")
-_COLUMNS = ("paper", "table", "model", "method", "avg_bits", "setting", "dataset", "metric", "value", "note")
 
 
 class Published(NamedTuple):
@@ -64,11 +63,7 @@ class Reference:
             self.tables[row.paper, row.table].append(row)
 
     def find(self, paper: str, table: str | None, labels: Mapping[str, str]) -> Published | None:
-        """The one number with these labels, whatever its labels on other axes; None where the table has none.
-
-        Raises:
-            RecordError: several figures have them.
-        """
+        """The one number with these labels, whatever its labels on other axes; None where the table has none."""
         key = (paper, table or "", tuple(labels))
         if key not in self._by_labels:
             rows = self._by_labels[key] = defaultdict(list)
@@ -81,31 +76,24 @@ class Reference:
 
 
 def read_reference(path: Path | None = None) -> Reference:
-    """Every published figure.
-
-    Raises:
-        RecordError: the file is missing, lacks a column, or a value is no number; names the line.
-    """
+    """Every published figure."""
     path = path or reference_path()
     try:
         with path.open(encoding="utf-8", newline="") as file:
             reader = csv.DictReader(file)
-            missing = set(_COLUMNS) - set(reader.fieldnames or ())
+            missing = set(Published._fields) - set(reader.fieldnames or ())
             if missing:
                 raise RecordError(f"{path.name}: lacks the columns {', '.join(sorted(missing))}")
-            rows = [_row(line, reader.line_num, path) for line in reader]
+            lines = [(reader.line_num, [line[name] for name in Published._fields]) for line in reader]
     except OSError as error:
         raise RecordError(f"published figures: cannot read '{path}': {cause(error)}") from error
+    rows = []
+    for number, (*about, value, note) in lines:
+        try:
+            rows.append(Published._make((*about, float(value), note)))
+        except ValueError:
+            raise RecordError(f"{path.name}, line {number}: value {value!r} is no number") from None
     return Reference(rows)
-
-
-def _row(line: Mapping[str, str], number: int, path: Path) -> Published:
-    try:
-        value = float(line["value"])
-    except ValueError:
-        raise RecordError(f"{path.name}, line {number}: value {line['value']!r} is no number") from None
-    text = {name: line[name] for name in _COLUMNS if name != "value"}
-    return Published(value=value, **text)
 
 
 MAIN_METRICS = ("score", "accuracy", "perplexity")
@@ -156,14 +144,24 @@ def read_statistic(records: Sequence[Record], metric: str, known: Known) -> tupl
     """
     for pattern, of in _STATISTICS:
         if found := re.fullmatch(pattern, metric):
-            return True, of(records, known, *found.groups())
+            try:
+                return True, of(records, known, *found.groups())
+            except _MissingError:
+                return True, None
     return False, None
 
 
-def _values(records: Sequence[Record], metric: str) -> list[float] | None:
-    found = [read_metric(record, metric) for record in records]
+class _MissingError(Exception):
+    """A record that a statistic needs has no such metric."""
+
+
+def _values(records: Sequence[Record | None], metric: str) -> list[float]:
+    """A metric of every record."""
+    found = [None if record is None else read_metric(record, metric) for record in records]
     known = [value for value in found if value is not None]
-    return known if known and len(known) == len(found) else None
+    if not known or len(known) < len(found):
+        raise _MissingError
+    return known
 
 
 def _by_model(records: Sequence[Record]) -> list[list[Record]]:
@@ -173,58 +171,43 @@ def _by_model(records: Sequence[Record]) -> list[list[Record]]:
     return list(models.values())
 
 
-def _median(records: Sequence[Record], _: Known, metric: str) -> float | None:
-    values = _values(records, metric)
-    return None if values is None else statistics.median(values)
+def _models(records: Sequence[Record], _: Known, side: str, bound: str, metric: str) -> float:
+    sign = 1 if side == "above" else -1
+    return float(sum(sign * value > sign * float(bound) for value in _values(records, metric)))
 
 
-def _models(records: Sequence[Record], _: Known, side: str, bound: str, metric: str) -> float | None:
-    values = _values(records, metric)
-    if values is None:
-        return None
-    return float(sum(value > float(bound) if side == "above" else value < float(bound) for value in values))
-
-
-def _reduction(records: Sequence[Record], _: Known, metric: str) -> float | None:
+def _reduction(records: Sequence[Record], _: Known, metric: str) -> float:
     pairs = [_values(runs, metric) for runs in _by_model(records)]
-    if any(pair is None or len(pair) != 2 or pair[1] == 0 for pair in pairs):
-        return None
-    return statistics.fmean(100 * (1 - pair[0] / pair[1]) for pair in pairs if pair is not None)
+    if any(len(pair) != 2 or pair[1] == 0 for pair in pairs):
+        raise _MissingError
+    return statistics.fmean(100 * (1 - first / second) for first, second in pairs)
 
 
-def _change(records: Sequence[Record], known: Known, metric: str) -> float | None:
-    pairs = [(record, known.get(record.baseline_key or "")) for record in records]
-    values = [_values([record, full], metric) for record, full in pairs if full is not None]
-    if len(values) < len(pairs) or any(value is None for value in values):
-        return None
-    return statistics.fmean(value[0] - value[1] for value in values if value is not None)
+def _change(records: Sequence[Record], known: Known, metric: str) -> float:
+    pairs = [_values([record, known.get(record.baseline_key or "")], metric) for record in records]
+    return statistics.fmean(ours - full for ours, full in pairs)
 
 
-def _spearman(records: Sequence[Record], _: Known, probability: str | None, x: str, y: str) -> float | None:
-    points = []
-    for runs in _by_model(records):
-        found = [next((v for run in runs if (v := read_metric(run, metric)) is not None), None) for metric in (x, y)]
-        if None in found:
-            return None
-        points.append(found)
-    correlation = spearman(*([float(value or 0) for value in column] for column in zip(*points, strict=True)))
+def _spearman(records: Sequence[Record], _: Known, probability: str | None, *metrics: str) -> float | None:
+    def of_any(runs: list[Record], metric: str) -> float:
+        """The metric of the first run that has it."""
+        return _values([run for run in runs if read_metric(run, metric) is not None][:1], metric)[0]
+
+    correlation = spearman(*([of_any(runs, metric) for runs in _by_model(records)] for metric in metrics))
     return correlation.p if probability else correlation.rho
 
 
-def _fisher(records: Sequence[Record], known: Known, metric: str) -> float | None:
-    full = [known.get(record.baseline_key or "") for record in records]
-    groups = [records, [record for record in full if record is not None]]
+def _fisher(records: Sequence[Record], known: Known, metric: str) -> float:
     counts = []
+    groups: list[Sequence[Record | None]] = [records, [known.get(record.baseline_key or "") for record in records]]
     for group in groups:
-        hits, items = _values(group, f"items with {metric}"), _values(group, "items")
-        if hits is None or items is None or len(group) < len(records):
-            return None
-        counts.append([round(sum(hits)), round(sum(items) - sum(hits))])
+        hits, items = sum(_values(group, f"items with {metric}")), sum(_values(group, "items"))
+        counts.append([round(hits), round(items - hits)])
     return float(scipy.stats.fisher_exact(counts).pvalue)
 
 
 _STATISTICS: tuple[tuple[str, Callable[..., float | None]], ...] = (
-    (r"median of (.+)", _median),
+    (r"median of (.+)", lambda records, _, metric: statistics.median(_values(records, metric))),
     (r"models (above|below) ([\d.]+) of (.+)", _models),
     (r"mean reduction in percent of (.+)", _reduction),
     (r"change of (.+)", _change),

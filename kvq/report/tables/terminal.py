@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
 
 from rich import box
 from rich.cells import cell_len
@@ -12,8 +13,7 @@ from rich.text import Text as RichText
 
 from kvq.errors import printable
 from kvq.report.tables.build import build_tables
-from kvq.report.tables.formats import Sheet
-from kvq.report.tables.layout import Cell, Table, Texts, is_of_diagnostics, measured
+from kvq.report.tables.layout import Sheet, Table, Texts, is_of_diagnostics, measured
 from kvq.report.tables.notes import shortest_notes
 from kvq.results import Record, Store
 
@@ -38,11 +38,7 @@ def print_tables(
     keys: Collection[str] | None = None,
     stale: Callable[[Record], bool] | None = None,
 ) -> None:
-    """Print the tables of a store, or of the runs `keys` and their full-precision runs, with their shortest notes.
-
-    Raises:
-        RecordError: the folder of the store cannot be listed.
-    """
+    """Print the tables of a store, or of the runs `keys` and their full-precision runs, with their shortest notes."""
     tables = build_tables(store, keys=keys, stale=stale).tables
     for table in tables:
         print_table(table, console, shortest_notes(table))
@@ -54,58 +50,41 @@ def print_tables(
 
 def print_table(table: Table, console: Console, notes: Sequence[str] | None = None) -> None:
     """Print one table with these notes (None: all of its own)."""
-    notes = table.notes if notes is None else notes
+    sheet = table.sheet if notes is None else replace(table.sheet, notes=notes)
     if is_of_diagnostics(table) and not table.is_of_memory:
         # A row for each metric and a column for each run: diagnostics have many metrics and few runs.
-        rows = [[Cell(column.title), *(column.cell(row) for row in table.rows)] for column in measured(table)]
+        rows = [[column.title, *map(column.cell, table.rows)] for column in measured(table)]
         header = ["Metric", *(f"{row.name} {row.bits}" for row in table.rows)]
-        _print(table.title, header, rows, {0}, notes, console)
-    else:
-        places = fitting(table, console.width) if console.is_terminal else list(range(len(table.columns)))
-        shown = [table.columns[place] for place in places]
-        if out := [column.title for column in table.columns if column not in shown]:
-            notes = [f"Not shown at this width: {', '.join(out)}.", *notes]
-        left = {place for place, column in enumerate(shown) if not column.numeric}
-        rows = [[cells[place] for place in places] for cells in table.cells]
-        _print(table.title, [column.short for column in shown], rows, left, notes, console)
+        sheet = Sheet(table.title, header, rows, {0}, notes=sheet.notes)
+    elif console.is_terminal:
+        sheet = fitting(sheet, console.width)
+    print_sheet(sheet, console)
     if table.texts is not None:
         _print_texts(table.texts, console)
 
 
-def print_grid(grid: Sheet, console: Console) -> None:
-    """Print a table of an experiment with its notes."""
-    left = {place for place in range(len(grid.header)) if grid.is_left(place)}
-    _print(grid.title, grid.header, [list(map(Cell, row)) for row in grid.rows], left, grid.notes, console)
-
-
-def _print(
-    title: str,
-    header: Sequence[str],
-    rows: Sequence[Sequence[Cell]],
-    left: Collection[int],
-    notes: Sequence[str],
-    console: Console,
-) -> None:
-    """Print a table; in a pipe or file as plain lines of any width, a note on one line."""
-    console.print(_plain(title, style="italic"), soft_wrap=True)
+def print_sheet(sheet: Sheet, console: Console) -> None:
+    """Print a table with its notes; in a pipe or file as plain lines of any width, a note on one line."""
+    console.print(_plain(sheet.title, style="italic"), soft_wrap=True)
+    header = sheet.short or sheet.header
     if console.is_terminal:
         drawn = RichTable(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
         for place, name in enumerate(header):
-            drawn.add_column(_plain(name), justify="left" if place in left else "right", overflow="fold")
-        for row in rows:
-            drawn.add_row(*(_plain(cell.text, "bold" if cell.bold else "") for cell in row))
+            drawn.add_column(_plain(name), justify="left" if place in sheet.left else "right", overflow="fold")
+        for r, row in enumerate(sheet.rows):
+            drawn.add_row(*(_plain(text, "bold" if (r, c) in sheet.bold else "") for c, text in enumerate(row)))
         console.print(drawn)
     else:
-        lines = [list(map(printable, header)), *([printable(cell.text) for cell in row] for row in rows)]
+        lines = [list(map(printable, row)) for row in (header, *sheet.rows)]
         widths = [max(map(cell_len, column)) for column in zip(*lines, strict=True)]
         for line in lines:
             blanks = [" " * (width - cell_len(text)) for width, text in zip(widths, line, strict=True)]
             padded = [
-                text + blank if place in left else blank + text
+                text + blank if place in sheet.left else blank + text
                 for place, (text, blank) in enumerate(zip(line, blanks, strict=True))
             ]
             console.file.write("  ".join(padded).rstrip() + "\n")
-    for note in notes:
+    for note in sheet.notes:
         console.print(_plain(note, style="dim"), soft_wrap=not console.is_terminal)
 
 
@@ -120,16 +99,21 @@ def _print_texts(texts: Texts, console: Console) -> None:
         console.print(RichText.assemble(found.same, (mark + found.differs, "bold"), found.rest))
 
 
-def fitting(table: Table, width: int) -> list[int]:
-    """Places of the columns that fit a terminal `width` wide; the first `_KEPT` are always among them."""
-    columns, places = table.columns, list(range(len(table.columns)))
-    sizes = [
-        max(cell_len(text) for text in (column.short, *(cells[place].text for cells in table.cells))) + _BETWEEN
-        for place, column in enumerate(columns)
-    ]
-    first = [place for name in _LEFT_OUT for place in places if columns[place].short == name]
+def fitting(sheet: Sheet, width: int) -> Sheet:
+    """The columns that fit a terminal `width` wide; the first `_KEPT` are always among them."""
+    names, places = sheet.short, list(range(len(sheet.short)))
+    sizes = [max(map(cell_len, column)) + _BETWEEN for column in zip(names, *sheet.rows, strict=True)]
+    first = [names.index(name) for name in _LEFT_OUT if name in names]
     for place in [*first, *reversed([place for place in places[_KEPT:] if place not in first])]:
         if sum(sizes[kept] for kept in places) <= width:
             break
         places.remove(place)
-    return places
+    out = [title for place, title in enumerate(sheet.header) if place not in places]
+    return replace(
+        sheet,
+        short=[names[place] for place in places],
+        rows=[[row[place] for place in places] for row in sheet.rows],
+        left=[place for place, kept in enumerate(places) if kept in sheet.left],
+        bold={(row, places.index(column)) for row, column in sheet.bold if column in places},
+        notes=[*([f"Not shown at this width: {', '.join(out)}."] if out else []), *sheet.notes],
+    )

@@ -12,13 +12,11 @@ from kvq.cache import KVCache
 from kvq.config import compose, resolve
 from kvq.errors import ConfigError, DataError
 from kvq.models.inputs import Inputs
-from kvq.report.figures.over_models import text_order_table
 from kvq.results import Record, Store
 from kvq.results.files import Journal
 from kvq.runs import Prepared, run
 from kvq_lab.figures import survival_figure, survival_table
 from kvq_lab.trajectory import Draws, TrajectoryConfig, drift, first_difference, measure, passages
-from tests.results import made as made_by_hand
 
 GIVEN = (
     "model=tiny task=trajectory task.prompts=3 task.context=96 task.new_tokens=12 residual.size=16 threads=1".split()
@@ -130,20 +128,6 @@ def test_bad_settings_are_one_line() -> None:
         passages(inputs_of("task.prompts=100000"))
     with pytest.raises(ConfigError, match=r"task\.new_tokens=100000: after 96 tokens; model=tiny takes at most"):
         _ = Prepared(resolve(compose([*GIVEN, "task.new_tokens=100000"]))).method
-
-
-def test_methods_in_the_order_of_their_loss_and_of_their_texts() -> None:
-    config = made_by_hand.config("rtn", "2", made_by_hand.TASK | {"scoring": "generation"})
-    records = []
-    for index in range(9):
-        own = {"settings": config | {"seed": index}, "bits": "2"}
-        records.append(made_by_hand.record(f"m{index}", **own, metrics={"delta_nll": 0.1 * index}))
-        texts = {"settings": config | {"seed": 100 + index}, "bits": "2", "task": "trajectory"}
-        records.append(made_by_hand.record(f"m{index}", **texts, metrics={"kept_tokens": 60.0 - index**2}))
-    table = text_order_table(records)
-    assert (len(table), set(table["model"]), set(table["methods"])) == (9, {"tiny"}, {9})
-    assert table["rho"].tolist() == [1.0] * 9
-    assert text_order_table(records[::2]).empty
 
 
 @pytest.fixture(scope="module")

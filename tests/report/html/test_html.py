@@ -11,12 +11,15 @@ import subprocess
 import sys
 from html.parser import HTMLParser
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from kvq.config import plugins
 from kvq.report.html import embed, main, render, write_report
-from kvq.report.payload import LONGEST_PART, MOST_METRICS, arxiv_link, papers, payload, script_json, shown
+from kvq.report.payload import LONGEST_PART, MOST_METRICS, papers, payload, script_json, shown
 from kvq.report.tables.build import build_tables
+from kvq.report.tables.layout import Row, Table, Tables
 from kvq.results import Store
 from tests.report import hostile, sweeps
 from tests.report.many import many_runs
@@ -191,14 +194,18 @@ def test_json_in_a_script_cannot_end_it() -> None:
         script_json(float("nan"))
 
 
-@pytest.mark.parametrize("given", ["2402.02750", "2605.19660"])
-def test_papers_are_linked(given: str) -> None:
-    assert arxiv_link(given) == f"https://arxiv.org/abs/{given}"
-
-
-@pytest.mark.parametrize("given", [None, 2402.0275, "", "javascript:alert(1)", "2402.02750/../x", "2402.02750\n", "x"])
-def test_nothing_else_becomes_a_link(given: object) -> None:
-    assert arxiv_link(given) is None
+@pytest.mark.parametrize(
+    ("given", "linked"),
+    [(number, True) for number in ("2402.02750", "2605.19660")]
+    + [(text, False) for text in (None, 2402.0275, "", "javascript:alert(1)", "2402.02750/../x", "2402.02750\n", "x")],
+)
+def test_papers_are_linked_and_nothing_else(given: object, linked: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    choice = SimpleNamespace(group="method", name="mine", read=lambda: {"arxiv": given})
+    monkeypatch.setattr(plugins, "all_choices", lambda: [choice])
+    table = Table("", "", (), (Row(made.record("mine", "2"), "mine", "2"),), ())
+    assert payload(Tables((table,)))["methods"]["mine"]["link"] == (
+        f"https://arxiv.org/abs/{given}" if linked else None
+    )
 
 
 def test_presets_have_the_paper_of_their_method() -> None:

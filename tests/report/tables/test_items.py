@@ -76,7 +76,7 @@ def only(store: Store) -> Table:
 
 
 def cells(table: Table, row: Row) -> dict[str, str]:
-    return {column.title: column.cell(row).text for column in columns_of(table)}
+    return {column.title: column.cell(row) for column in columns_of(table)}
 
 
 def test_columns_follow_from_what_was_measured(store: Store) -> None:

@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvq.papers.__main__ import main as experiments_main
-from kvq.report.tables.formats import PACKAGES, Sheet, escape_latex, landscape, write_tables
+from kvq.report.tables.formats import PACKAGES, escape_latex, landscape, write_tables
+from kvq.report.tables.layout import Sheet
 from kvq.results import Store
 from tests.properties import examples
 from tests.report.hostile import ALL
@@ -26,7 +27,7 @@ needs_latex = pytest.mark.skipif(LATEX is None, reason="pdflatex is not installe
 
 
 def sheet(rows: list[list[str]], header: list[str], **settings: object) -> Sheet:
-    given: dict[str, object] = {"title": "c", "label": "tab:x", "labels": 1, "left": frozenset({0})}
+    given: dict[str, object] = {"title": "c", "label": "tab:x", "left": {0}}
     return Sheet(header=header, rows=rows, **(given | settings))  # type: ignore[arg-type]
 
 

@@ -8,6 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+import kvq
+from kvq.errors import RecordError
 from kvq.report.comparisons import widths
 from kvq.report.labels import by_bits
 from kvq.report.tables.build import build_tables
@@ -30,7 +32,7 @@ def only(store: Store, **options: Any) -> Table:
 
 
 def cells(row: Row) -> dict[str, str]:
-    return {column.title: column.cell(row).text for column in COLUMNS}
+    return {column.title: column.cell(row) for column in COLUMNS}
 
 
 def row_of(table: Table, record: Record) -> Row:
@@ -278,3 +280,21 @@ def test_twins_do_not_take_each_other_off_the_frontier(store: Store) -> None:
     assert [(row.name, row.bits) for row in table.rows if row.best] == [("good", "2"), ("good", "3")]
     assert [row.name for row in table.rows if row.variant] == ["good/variant"]
     assert any(note.startswith("The frontier is over methods") for note in table.notes)
+
+
+def test_all_runs_are_one_frame(store: Store) -> None:
+    full = sweeps.put_run(store, "fp16", "", sweeps.losses(0.0, 0.0, 0), None, 16.0)
+    run = sweeps.put_run(store, "kivi", "2", sweeps.losses(0.1, 0.01, 1), full, 3.0)
+    found = kvq.load_results(store.root)
+    assert list(found["key"]) == [full.key, run.key]
+    assert list(found["baseline"]) == [True, False]
+    line = found.set_index("key").loc[run.key]
+    assert line["delta_nll"] == run.metrics["delta_nll"]
+    assert (line["label"], line["bits"], line["task.scoring"]) == ("kivi", "2", run.config["task"].get("scoring"))
+    assert found["table"].nunique() == 1
+    assert len(found.columns) <= 60
+
+
+def test_a_frame_of_an_empty_folder_is_one_line(tmp_path: Path) -> None:
+    with pytest.raises(RecordError, match="no records"):
+        kvq.load_results(tmp_path)
