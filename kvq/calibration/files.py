@@ -6,6 +6,7 @@ tables of each fitted layer are in a file of their own, so that a killed calibra
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import dataclasses
 import functools
@@ -32,7 +33,7 @@ from kvq.methods.method import Method
 from kvq.models.inputs import Inputs
 from kvq.results.files import cause, write_file
 from kvq.results.tensor_files import dump, read_tensors
-from kvq.results.versions import code_hash, versions_of_parts
+from kvq.results.versions import versions_of_parts
 
 _LENGTHS = {"32k": 2**15, "1m": 2**20}
 """Sequence lengths for which metrics state the bits of tables, besides the measured length."""
@@ -165,7 +166,7 @@ def path_of(results: Path, name: str) -> Path:
 def file_of(inputs: Inputs) -> Path:
     """Path of a run's calibration, whether or not the file exists.
 
-    The name includes a hash of the fitting code, so tables of an earlier version of the code are never read.
+    The name includes a hash of the fitting code's statements, so tables of an earlier version are never read.
     """
     outside_codecs = (*_NOT_FITTED, *inputs.config.method.policies)
     whole = canonical(inputs.config, inputs.model_fingerprint, "", fingerprint_of(inputs))
@@ -181,9 +182,24 @@ def file_of(inputs: Inputs) -> Path:
 
 @functools.cache
 def _fitting_code() -> str:
+    """SHA-256 (hex) of calibrations, codecs and plugins: their modules' statements, and tables that ship with them."""
     folders = (Path(__file__).parent, Path(kvq.codecs.__path__[0]), *plugins.packages())
-    kinds = ("*.py", "*.safetensors")  # and tables that ship with it
-    return code_hash(*(file for folder in folders for kind in kinds for file in folder.rglob(kind)))
+    files = [file for folder in folders for file in folder.rglob("*") if "tests" not in file.relative_to(folder).parts]
+    written = [statements(file.read_text(encoding="utf-8")).encode() for file in files if file.suffix == ".py"]
+    tables = [file.read_bytes() for file in files if file.suffix == ".safetensors"]
+    digests = sorted(hashlib.sha256(content).digest() for content in (*written, *tables))
+    return hashlib.sha256(b"".join(digests)).hexdigest()
+
+
+def statements(source: str) -> str:
+    """The statements of a module in a fixed form, without comments and docstrings."""
+    tree = ast.parse(source)
+    for node in ast.walk(tree):
+        if isinstance(body := getattr(node, "body", None), list):
+            body[:] = [
+                line for line in body if not (isinstance(line, ast.Expr) and isinstance(line.value, ast.Constant))
+            ]
+    return ast.unparse(tree)
 
 
 @contextlib.contextmanager
