@@ -57,9 +57,6 @@ def last_stage(codec: Codec | None, kind: type[Transform], shares: bool, said: s
     """The name and the object of the transform of this kind that is the last stage of a codec.
 
     None: the codec has neither it nor a quantizer that `shares` bits over its components.
-
-    Raises:
-        ConfigError: as `said`: one without the other, or something between them or before, other than stages of RoPE.
     """
     stages = [] if codec is None else codec.stages
     names = [name for name, stage in stages if isinstance(stage, kind)]
@@ -71,11 +68,7 @@ def last_stage(codec: Codec | None, kind: type[Transform], shares: bool, said: s
 
 
 def joint_parts(codec: Codec | None) -> tuple[str, FisherTransform, ComponentQuantizer] | None:
-    """Name and object of the Fisher transform, and the quantizer that shares bits; None: the codec has neither.
-
-    Raises:
-        ConfigError: as `last_stage`.
-    """
+    """Name and object of the Fisher transform, and the quantizer that shares bits; None: the codec has neither."""
     quantizer = None if codec is None else codec.quantizer
     shares = isinstance(quantizer, ComponentQuantizer) and quantizer.widths is not Widths.equal
     said = (
@@ -87,11 +80,7 @@ def joint_parts(codec: Codec | None) -> tuple[str, FisherTransform, ComponentQua
 
 
 def fit_sharing(codecs: Mapping[Place, Codec], moments: Mapping[Place, JointMoments]) -> dict[Place, Tables]:
-    """Tables of all codecs, `<part>.<table>`, which share their bits as their quantizers have it.
-
-    Raises:
-        ConfigError: as `joint_parts`.
-    """
+    """Tables of all codecs, `<part>.<table>`, which share their bits as their quantizers have it."""
     found: dict[Place, Tables] = {}
     demands: dict[Place, Demand] = {}
     names: dict[Place, str] = {}
@@ -142,11 +131,7 @@ def demand_of(quantizer: ComponentQuantizer, spectrum: Float[Tensor, " component
 
 
 def predicted(quantizer: ComponentQuantizer, spectrum: Tensor, widths: Tensor) -> float:
-    """Second-order loss in nats per token of components with these widths: half of Σ λ D.
-
-    Raises:
-        Unsupported: a width that the quantizer does not have.
-    """
+    """Second-order loss in nats per token of components with these widths: half of Σ λ D."""
     errors = torch.tensor(quantizer.errors, dtype=torch.float64)
     if int(widths.max()) >= len(errors):
         raise Unsupported(f"width {int(widths.max())}: {type(quantizer).__name__} has up to {len(errors) - 1} bits")
@@ -170,11 +155,6 @@ def fit_components(
 
     Args:
         both: codecs of keys take values as further heads (`Method.joins_sides`).
-
-    Raises:
-        ConfigError: keys and values that leave out different numbers of tokens.
-        DataError: fewer tokens than channels, and as `collect_joint`.
-        Unsupported: as `collect_joint`.
     """
     if not codecs:
         return {}, 0.0
@@ -197,7 +177,7 @@ def _check_tokens(
     codecs: Mapping[Place, Codec],
     moments: Mapping[Place, JointMoments],
 ) -> None:
-    """Warn of few tokens for the channels that share a transform. Raises: DataError: fewer tokens than channels."""
+    """Warn of few tokens for the channels that share a transform."""
     channels, tokens = 0, 0
     for place, codec in codecs.items():
         parts, own = joint_parts(codec), moments[place]

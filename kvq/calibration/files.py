@@ -103,10 +103,6 @@ def bind(method: Method, calibration: Calibration, model: str, head_dims: Sequen
     Args:
         model: name of the weights it will run on (`kvq.models.weights.weights_name`).
         head_dims: channels per head of each of its layers.
-
-    Raises:
-        Unsupported: a calibration of other weights, of another number of layers or other head dims, or one without
-            tables that the method needs.
     """
     if len(calibration.head_dims) != len(head_dims):
         count = len(calibration.head_dims)
@@ -213,11 +209,7 @@ def _writing(path: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Hold the lock of a calibration, so that one process makes it; the system frees the lock when its holder dies.
-
-    Raises:
-        RecordError: a folder that cannot be written.
-    """
+    """Hold the lock of a calibration, so that one process makes it; the system frees the lock when its holder dies."""
     with _writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         folder = path.parent / ".locks"
@@ -231,11 +223,7 @@ def locked(path: Path) -> Iterator[None]:
 
 
 def write(path: Path, calibration: Calibration) -> None:
-    """Write the tables atomically, and their cost as `<name>.json` in the same folder.
-
-    Raises:
-        RecordError: a folder that cannot be written.
-    """
+    """Write the tables atomically, and their cost as `<name>.json` in the same folder."""
     about = {
         "format": _FORMAT,
         "method": calibration.method,
@@ -256,11 +244,7 @@ def write(path: Path, calibration: Calibration) -> None:
 
 
 def read(path: str | Path) -> Calibration:
-    """The calibration in a file.
-
-    Raises:
-        DataError: no file, or one that is not a calibration.
-    """
+    """The calibration in a file."""
     path = Path(path)
     about, tensors = read_tensors(path, "calibration", _FORMAT)
     try:
@@ -282,11 +266,7 @@ class Layers:
         self.earlier = 0.0
 
     def fitted(self, layer: int, fit: Callable[[], dict[str, Tensor]]) -> dict[str, Tensor]:
-        """The tables of a layer: those of its file, else fitted now and written.
-
-        Raises:
-            RecordError: a folder that cannot be written.
-        """
+        """The tables of a layer: those of its file, else fitted now and written."""
         path = self._path.with_suffix(f".layer{layer}")
         with contextlib.suppress(DataError):  # none yet, or damaged
             about, tables = read_tensors(path, "calibration", _FORMAT)

@@ -49,10 +49,6 @@ class SignedMaxQuantizer(CodeQuantizer):
         bits: bits per code, 2-16.
         group_size: channels that share a scale; None = the whole head_dim. A short last group has its own scale.
 
-    Raises:
-        ConfigError: a group size below 1.
-        Unsupported: bits the grid cannot have.
-
     Source: `quantize_row_q4_0_ref` and `dequantize_row_q4_0` of ggml.
     """
 
@@ -91,9 +87,6 @@ class HalfAwayQuantizer(UniformQuantizer):
     Args:
         bits: bits per code, 2-16.
         group_size: channels that share a scale; None = the whole head_dim. A short last group has its own scale.
-
-    Raises:
-        ConfigError, Unsupported: as `UniformQuantizer`.
 
     Source: `quantize_row_q8_0_ref` and `dequantize_row_q8_0` of ggml.
     """
@@ -142,9 +135,6 @@ class Float8Quantizer(Quantizer):
         reciprocal: multiply by the reciprocal of the scale (vLLM) instead of dividing by the scale.
 
     A scale that is fixed, per layer or per head is a stage before this quantizer with `scale: none`.
-
-    Raises:
-        ConfigError: an unknown name, a negative least scale, a group size below 1 or without `scale: token`.
 
     Source: Micikevicius et al., FP8 Formats for Deep Learning (arXiv 2209.05433), Table 1.
     """
@@ -208,9 +198,6 @@ class LevelsQuantizer(CodeQuantizer):
         group_size: channels that share a scale; None = the whole head_dim. A short last group has its own scale.
         refit: see above; the codes are not chosen again.
         least: a group whose values are all smaller in magnitude is stored as zeros.
-
-    Raises:
-        ConfigError: levels that are not ascending, a group size below 1.
 
     Source: `quantize_row_iq4_nl_ref` of ggml.
     """

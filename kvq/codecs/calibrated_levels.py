@@ -47,10 +47,6 @@ class NonUniformQuantizer(Calibrated, Quantizer):
     that any token has, the rest of a row being empty: `SparseCodec` stores rows without their empty ends. Per token
     also `center` and `reach` `[..., 1, tokens, 1]`.
 
-    Raises:
-        ConfigError: unknown axis or choice of outliers, a share outside 0 to 0.5.
-        Unsupported: other bits.
-
     Source: KVQuant (arXiv 2401.18079), sections 3.2 to 3.5, and its released simulation. Calibration: levels by k-means
     of all scaled entries except outliers, weighted with squared gradients.
     """
@@ -86,11 +82,7 @@ class NonUniformQuantizer(Calibrated, Quantizer):
         return {} if self.ragged else {"codes": self.bits}
 
     def kept(self, width: int) -> int:
-        """Outliers on each side of a token of `width` channels over all heads, under `count`.
-
-        Raises:
-            Unsupported: more channels than 16 bits can index.
-        """
+        """Outliers on each side of a token of `width` channels over all heads, under `count`."""
         if not self.outliers:
             return 0
         if width >= INDICES:

@@ -31,7 +31,6 @@ class TableRotation(Calibrated, Stage):
     token_group = 1
 
     def check(self, head_dim: int) -> None:
-        """Raises: Unsupported: a head dim without a Hadamard matrix, or not that of the calibration."""
         if not has_hadamard(head_dim):
             raise Unsupported(f"head_dim={head_dim}: no Hadamard matrix of this order to begin with")
         super().check(head_dim)
@@ -59,9 +58,6 @@ class LearnedRotation(TableRotation):
             method's own, never a data seed.
 
     Table: `rotation` `[head_dim, head_dim]` in fp32.
-
-    Raises:
-        ConfigError: no steps, a rate that is not positive, an unknown start.
 
     Source: SpinQuant (arXiv 2405.16406), R2; the step is that of Li et al. (arXiv 2002.01113), exact.
     """
@@ -113,9 +109,6 @@ class GroupedHadamard(Stage):
 
     Args:
         heads: number of heads joined; where it does not divide the number of KV heads, the largest smaller divisor.
-
-    Raises:
-        ConfigError: no heads.
 
     Source: RotateKV (arXiv 2501.16383): grouped-head rotation of 4 heads.
     """

@@ -53,7 +53,6 @@ class TwoChannelGroups(TwoWaySplit):
         raise NotImplementedError
 
     def check(self, head_dim: int) -> None:
-        """Raises: Unsupported: a group without channels, or one whose number a codec cannot work on."""
         outliers = self.count(head_dim)
         if not 0 < outliers < head_dim:
             raise Unsupported(f"outliers={outliers}: head_dim={head_dim} leaves no other channels")
@@ -88,10 +87,6 @@ class ChannelSplit(TwoChannelGroups):
         low: codec of the others.
         criterion: see `Criterion`.
         stored: see `Choice`.
-
-    Raises:
-        ConfigError: no channel in the first group, or too many for a byte; an unknown name.
-        Unsupported: a codec that needs token positions or stores lists.
 
     Source: TurboQuant (arXiv 2504.19874), section 4.3, whose outlier channels have one more bit; Kitty (arXiv
     2511.18643), whose boosted channels have 4 bits instead of 2.
@@ -154,10 +149,6 @@ class CalibratedChannelSplit(Calibrated, TwoChannelGroups):
         outliers: channels per head in the first group; None: a quarter of the head's.
         differences: variances are those of the differences of consecutive tokens, for codecs of deltas.
 
-    Raises:
-        ConfigError: no channel in the first group.
-        Unsupported: a codec that needs token positions or stores lists.
-
     Source: KVQuant++ (`OutlierKVQuant`): a quarter of the channels at min(b + 1, 4) bits, the others at max(b - 1, 1);
     section 3.2 for differences.
     """
@@ -173,7 +164,6 @@ class CalibratedChannelSplit(Calibrated, TwoChannelGroups):
         return head_dim // 4 if self.outliers is None else self.outliers
 
     def check(self, head_dim: int) -> None:
-        """Raises: Unsupported: a group that cannot be, or another head dim than that of the calibration."""
         TwoChannelGroups.check(self, head_dim)
         super().check(head_dim)
 

@@ -68,7 +68,7 @@ class Codec:
         return type(self)(dict(chain), [name for name, _ in chain], quantizer or self.quantizer)
 
     def with_more_bits(self, extra: int, most: int) -> Codec:
-        """This codec with `extra` bits more, but not above `most`. Raises: Unsupported: as `Quantizer`."""
+        """This codec with `extra` bits more, but not above `most`."""
         return self.rebuilt(self.stages, self.quantizer.with_more_bits(extra, most))
 
     @property
@@ -212,11 +212,7 @@ class Codec:
 
 
 class StoredWithKeys(Codec):
-    """Stands for values that the codec of the keys stores: it takes both of a token, values as further heads.
-
-    Raises:
-        Unsupported: asked to encode or to decode.
-    """
+    """Stands for values that the codec of the keys stores: it takes both of a token, values as further heads."""
 
     version: ClassVar[int] = 1
 

@@ -61,10 +61,6 @@ class ComponentQuantizer(Calibrated, Quantizer):
     Stores `string` (uint8 `[..., heads or 1, tokens, bytes]`): a token's bits, padded to a byte.
 
     Tables: `widths` `[components]` in uint8, and `weights` `[components]` in fp32: what the noise of a component costs.
-
-    Raises:
-        ConfigError: an unknown name.
-        Unsupported: other bits.
     """
 
     token_group = 1
@@ -171,9 +167,6 @@ class ScalarQuantizer(ComponentQuantizer):
     Args:
         bits, widths, deviation, unshrunk: as `ComponentQuantizer`.
 
-    Raises:
-        ConfigError, Unsupported: as `ComponentQuantizer`.
-
     Source: Max 1960, Table I.
     """
 
@@ -203,10 +196,6 @@ class TrellisQuantizer(ComponentQuantizer):
     Args:
         bits, widths, deviation, unshrunk: as `ComponentQuantizer`; at most `memory` bits.
         memory: bits of a state, 6 to 12.
-
-    Raises:
-        ConfigError: another memory, an unknown name.
-        Unsupported: other bits.
 
     Source: `kvq.codecs.trellis`. That widths change from component to component, and the path goes by the weighted
     error, is ours.

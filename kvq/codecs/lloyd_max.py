@@ -165,10 +165,6 @@ class CodebookQuantizer(CodeQuantizer):
     in the middle between two levels goes to the higher one, and so does one below it by a rounding error (`_TIE`):
     rotated 16-bit states cancel to 0 here and there, but for the order of the sum, which depends on how many tokens are
     rotated together and must not decide a code.
-
-    Raises:
-        ConfigError: unknown gain.
-        Unsupported: other bits.
     """
 
     token_group = 1
@@ -187,7 +183,6 @@ class CodebookQuantizer(CodeQuantizer):
         return made, (self.bits, *given)
 
     def check(self, head_dim: int) -> None:
-        """Raises: Unsupported: fewer than 3 channels, where the density of a coordinate of the sphere has no peak."""
         if head_dim < 3:
             raise Unsupported(f"head_dim={head_dim}: a Lloyd-Max codebook of the sphere needs at least 3 channels")
 
@@ -217,10 +212,6 @@ class LloydMaxQuantizer(CodebookQuantizer):
         least, most: bounds of the sum of both (None: none).
         marginal: the density of a coordinate.
         unit: decoded tokens are scaled to norm 1 (vLLM's "norm correction"); the stored norm stays that of the token.
-
-    Raises:
-        ConfigError: unknown gain or marginal.
-        Unsupported: other bits.
 
     Source: TurboQuant (arXiv 2504.19874), algorithm 1.
     """
@@ -308,10 +299,6 @@ class StartingCodebook(CodebookQuantizer):
     Args:
         bits, gain: as `LloydMaxQuantizer` has them.
         start, steps, seed: see `levels_from`.
-
-    Raises:
-        ConfigError: unknown gain or start; negative steps or seed.
-        Unsupported: other than 1 to 8 bits.
 
     Source: KVQuant++, section 2.2.1.
     """

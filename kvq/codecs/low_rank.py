@@ -48,10 +48,6 @@ class LowRankCorrection(Calibrated, Quantizer):
     Stores the codec's parts as `base.<name>`, `left` and `right` (fp16): `[..., heads, tokens * rank, 1]` and
     `[..., heads, rank, head_dim]`, 16 rank (1/tokens + 1/head_dim) bits per element.
 
-    Raises:
-        ConfigError: an unknown decomposition, a rank below 1, negative numbers.
-        Unsupported: a codec that needs token positions, stores lists, or has a part that is learned.
-
     Source: KVQuant++, section 3.4. Halko, Martinsson and Tropp 2011 for the randomized decomposition.
     """
 
@@ -189,9 +185,6 @@ class SparseLowRank(Quantizer):
 
     Stores the backbone's parts; `extremes` (fp16) and `extremes_at` (16-bit indices); `left` and `right` (fp16), the
     factors of L: `[..., heads, tokens * rank, 1]` and `[..., heads, rank, head_dim]`.
-
-    Raises:
-        ConfigError: a sparsity outside [0, 1), a negative rank or buffer, no iteration.
 
     Source: GEAR (arXiv 2403.05527), section 3.
     """

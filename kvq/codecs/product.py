@@ -30,14 +30,12 @@ class GroupedIndices:
 
     @staticmethod
     def check_indices(channels: int, code_bits: int) -> None:
-        """Raises: ConfigError: a number below 1. Unsupported: an index of more than 16 bits."""
         at_least("channels", channels, 1)
         at_least("code_bits", code_bits, 1)
         if code_bits > MAX_BITS:
             raise Unsupported(f"code_bits={code_bits}: an index of coupled channels has 1 to {MAX_BITS} bits")
 
     def check_groups(self, head_dim: int) -> None:
-        """Raises: Unsupported: a head dim that is no multiple of `channels`."""
         if head_dim % self.channels:
             raise Unsupported(f"head_dim={head_dim}: {self.channels} channels are coupled at a time")
 
@@ -79,10 +77,6 @@ class CoupledQuantizer(GroupedIndices, Calibrated, Quantizer):
     Stores `codes.<plane>` `[..., heads, tokens, head_dim / channels]`. The centroids, one set for each layer, head and
     group of channels, are tables of the calibration.
 
-    Raises:
-        ConfigError: a number below 1, another dtype.
-        Unsupported: an index of more than 16 bits.
-
     Source: CQ (arXiv 2405.03917): k-means weighted by the sum of squared gradients of the coupled channels; the
     nearest centroid by plain L2.
     """
@@ -105,7 +99,6 @@ class CoupledQuantizer(GroupedIndices, Calibrated, Quantizer):
         self.wants_gradients, self.centroids = weighted, centroids
 
     def check(self, head_dim: int) -> None:
-        """Raises: Unsupported: a head dim that is no multiple of `channels`, or not that of the calibration."""
         self.check_groups(head_dim)
         super().check(head_dim)
 
@@ -157,10 +150,6 @@ class ProductQuantizer(GroupedIndices, Quantizer):
 
     Stores `codes.<plane>` `[..., heads, tokens, head_dim / channels]`.
 
-    Raises:
-        ConfigError: a number below 1.
-        Unsupported: an index of more than 16 bits.
-
     Source: KVQuant++, section 3.5; Jégou, Douze and Schmid 2011.
     """
 
@@ -179,7 +168,6 @@ class ProductQuantizer(GroupedIndices, Quantizer):
         self._book: Float[Tensor, "batch groups count channels"] | None = None
 
     def check(self, head_dim: int) -> None:
-        """Raises: Unsupported: a head dim that is no multiple of `channels`."""
         self.check_groups(head_dim)
 
     def fit(self, x: Float[Tensor, "batch heads tokens dim"]) -> Float[Tensor, "batch 1 entries channels"]:
@@ -224,10 +212,6 @@ class PrefillCodec(Codec):
     the sequence; `for_later_tokens` encodes later tokens by them. So a block's codes depend on the first tokens and on
     the block, in whatever forwards its tokens came: all tokens of a prompt that leave full precision together, or the
     first block where tokens come one by one.
-
-    Raises:
-        ConfigError: another quantizer.
-        Unsupported: a stage that computes over several tokens, because codebooks are fitted to all blocks at once.
 
     Source: KVQuant++, section 3.5.
     """

@@ -45,7 +45,7 @@ class Gain(enum.Enum):
 
 
 def choice(kind: type[_Kind], value: object, setting: str) -> _Kind:
-    """The member of `kind` named by `value`. Raises: ConfigError: naming the setting and the allowed values."""
+    """The member of `kind` named by `value`."""
     if isinstance(value, kind):
         return value
     names = [member.name for member in kind]

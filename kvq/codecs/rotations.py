@@ -117,9 +117,6 @@ class Hadamard(Rotation):
             power of two that divides it.
         interleaved: the even and the odd ones of 2n consecutive channels are rotated apart (ExLlamaV2).
         normalized: divide by sqrt(n); else `x H_n`, undone by `y H_nᵀ / n`; stored scales are then larger by sqrt(n).
-
-    Raises:
-        ConfigError: a block below 1, `interleaved` without a block.
     """
 
     version: ClassVar[int] = 1
@@ -144,7 +141,6 @@ class Hadamard(Rotation):
         return head_dim if self.block is None else self.block
 
     def check(self, head_dim: int) -> None:
-        """Raises: Unsupported: orders that are no power of two, nor one times 12, 20 or 28; blocks that do not fit."""
         size = self.block_size(head_dim)
         span = size * (1 + self.interleaved)
         if head_dim % span:

@@ -148,9 +148,6 @@ class FisherTransform(JointTransform):
     `last_inverse` of a smaller last group, with an m of its own; `order` `[1, used]`: which of the components is which,
     of one group after the other. The quantizer behind keeps λ as its weights. Integers: `codes`, in the place of
     `inverse`, rows after each other, `steps` `[groups, m, 1]` in fp32, `row_bits` `[groups, m]` in uint8.
-
-    Raises:
-        ConfigError: an unknown metric or dtype, a number out of range.
     """
 
     # 1 also since the signs of eigenvectors are fixed: they are a free choice, which LAPACK's rounding made before.

@@ -45,10 +45,6 @@ class InnerProductQuantizer(Quantizer):
 
     Stores `codes.<plane>`, `signs` (one bit per coordinate) and `rest` (|r|, fp16). No gain: that would bias it.
 
-    Raises:
-        ConfigError: unknown sketch or marginal.
-        Unsupported: other bits.
-
     Source: TurboQuant (arXiv 2504.19874), algorithm 2; QJL (arXiv 2406.03482), definition 3.1.
     """
 
@@ -142,10 +138,6 @@ class SketchQuantizer(Quantizer):
     `channels` (one byte per outlier channel and group); the norm of the other channels follows from the two. Relative
     error of one decoded key is large by design: about (π/2) / ratio.
 
-    Raises:
-        ConfigError: no coordinates, a negative number of outliers, an unknown sketch, a group without tokens, more
-            shared rows than there are.
-
     Source: QJL (arXiv 2406.03482), definition 3.1; sizes, rows and norms of its released LongBench run.
     """
 
@@ -177,7 +169,6 @@ class SketchQuantizer(Quantizer):
         return self.group_size if self.outliers else 1
 
     def check(self, head_dim: int) -> None:
-        """Raises: Unsupported: no channels but outliers, or more channels than a byte can name."""
         if self.outliers >= head_dim:
             raise Unsupported(f"outliers={self.outliers}: head_dim={head_dim} leaves no other channels")
         if self.outliers and head_dim > 256:

@@ -80,10 +80,6 @@ class DoubleQuant:
         signed: step max|x| / (2^(b-1) - 1), codes ±(2^(b-1) - 1); else x >= 0, step max / (2^b - 1) and codes from 1
             up: code 0 is a true zero, so a value far below its group's maximum never becomes one.
 
-    Raises:
-        ConfigError: unknown axis or a group size below 1.
-        Unsupported: bits that a code cannot have.
-
     Source: NSNQuant (arXiv 2505.18231), section 3.5; QLoRA (arXiv 2305.14314), section 3.
     """
 
@@ -145,9 +141,6 @@ class TokenNorm(Stage):
             its error. None = fp16.
 
     An all-zero token stores 0 and decodes to zeros.
-
-    Raises:
-        ConfigError: unknown scope.
     """
 
     version: ClassVar[int] = 1
@@ -220,9 +213,6 @@ class ChannelShift(Stage):
     Args:
         center: `mean` (NSNQuant, section 3.2), or `median`: the geometric median (appendix D.1).
         double_quant: store the vector in a few bits; the decoded vector is subtracted. None = fp16.
-
-    Raises:
-        ConfigError: unknown center.
     """
 
     version: ClassVar[int] = 1

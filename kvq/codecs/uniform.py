@@ -223,7 +223,6 @@ class UniformQuantizer(CodeQuantizer):
         return self.group_size if self.axis is Axis.per_channel else 1
 
     def with_more_bits(self, extra: int, most: int) -> Quantizer:
-        """Raises: Unsupported: a subclass, whose grid follows from its bits."""
         if type(self) is not UniformQuantizer:
             return super().with_more_bits(extra, most)
         return more_bits(self, extra, most)
@@ -360,10 +359,6 @@ class ClippedQuantizer(UniformQuantizer):
         clip_at_2: ratio applied to both ends of the range at 2 bits.
         zero_point: as `UniformQuantizer`.
         step: `squared_bits` has the codes of `levels` at 2 and 4 bits; at 3 bits its 8 codes span 7/8 of the range.
-
-    Raises:
-        ConfigError, Unsupported: as `UniformQuantizer`; `squared_bits` at other bits than 2, 3 and 4, or with a zero
-            point that is not rounded.
 
     Source: RotateKV (arXiv 2501.16383); `squared_bits` follows its released code.
     """

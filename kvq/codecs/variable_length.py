@@ -134,9 +134,6 @@ class HuffmanCodec(CodedBlocks):
     `[batch, 1, blocks, 2]`), the bits and the bytes of a block's stream. All of it counts. The last of the blocks that
     are encoded together also has the zero bytes that make the streams of a batch equally long.
 
-    Raises:
-        Unsupported: a quantizer that stores no indices, a varying number of them, or some of more than 8 bits.
-
     Source: KVQuant++, section 2.2.5; Huffman 1952. Codes are bitarray's; they are computed on the CPU.
     """
 

@@ -207,11 +207,7 @@ def _bits(device: torch.device) -> Tensor:
 
 @lru_cache(maxsize=1)
 def shipped() -> dict[str, Float[Tensor, "256 8"]]:
-    """The shipped codebooks in fp32, by name and bits (`"kmeans_2b"`).
-
-    Raises:
-        DataError: the file is missing or not the one this version was made with.
-    """
+    """The shipped codebooks in fp32, by name and bits (`"kmeans_2b"`)."""
     if not FILE.is_file() or hashlib.sha256(FILE.read_bytes()).hexdigest() != FILE_SHA256:
         raise DataError(f"codebooks: {FILE.name} is missing or damaged; reinstall kvq, or run `make codebooks`")
     with safe_open(str(FILE), "pt") as file:
@@ -232,7 +228,7 @@ def _names() -> list[str]:
 
 @lru_cache(maxsize=64)
 def codebook_for(name: str, bits: int, dtype: torch.dtype, device: torch.device) -> Codebook:
-    """A codebook in the dtype and on the device of the data. Raises: DataError: see `shipped`."""
+    """A codebook in the dtype and on the device of the data."""
     if name == "e8p":
         return E8PCodebook(e8p_patterns().to(device, dtype))
     kind = PlainCodebook if bits == 1 else SignedCodebook
@@ -250,10 +246,6 @@ class VectorQuantizer(Quantizer):
         gain: see `Gain`; NSNQuant's strategies 1-3 are `l2`, `norm` and `parallel`.
 
     Stores `codes.<i>` `[..., heads, tokens, head_dim / 8]`, one byte tensor per 8 bits of code.
-
-    Raises:
-        ConfigError: unknown codebook or gain.
-        Unsupported: bits the codebook does not have.
 
     Source: NSNQuant (arXiv 2505.18231), sections 3.3 and 3.4.
     """
@@ -275,7 +267,6 @@ class VectorQuantizer(Quantizer):
         return {"codes": 8 * self.bits}
 
     def check(self, head_dim: int) -> None:
-        """Raises: Unsupported: head dims that are not a multiple of 8."""
         if head_dim % DIM:
             raise Unsupported(f"head_dim={head_dim}: vector codebooks take {DIM} channels at a time")
 
