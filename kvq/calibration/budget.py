@@ -17,7 +17,7 @@ from torch import Tensor
 
 from kvq.calibration.collect import Kept, Place
 from kvq.calibration.moments import moments_of
-from kvq.codecs import Codec, ComponentQuantizer, FisherTransform, JointMoments, Tables, Widths
+from kvq.codecs import Codec, ComponentQuantizer, FisherTransform, JointMoments, Tables
 from kvq.codecs.stages import Stage
 from kvq.config.method import CalibrationConfig
 from kvq.errors import ConfigError, DataError, Unsupported
@@ -70,7 +70,7 @@ def last_stage(codec: Codec | None, kind: type[Transform], shares: bool, said: s
 def joint_parts(codec: Codec | None) -> tuple[str, FisherTransform, ComponentQuantizer] | None:
     """Name and object of the Fisher transform, and the quantizer that shares bits; None: the codec has neither."""
     quantizer = None if codec is None else codec.quantizer
-    shares = isinstance(quantizer, ComponentQuantizer) and quantizer.widths is not Widths.equal
+    shares = isinstance(quantizer, ComponentQuantizer) and quantizer.widths != "equal"
     said = (
         "a FisherTransform stands last of its stages, behind none but those of RoPE, and its quantizer has "
         "widths=pooled or widths=own"
@@ -107,7 +107,7 @@ def fit_sharing(codecs: Mapping[Place, Codec], moments: Mapping[Place, JointMome
 
 def _widths(codecs: Mapping[Place, Codec], demands: Mapping[Place, Demand]) -> dict[Place, Tensor]:
     """The widths of all components, those of pooled codecs shared out together."""
-    pooled = [place for place, codec in codecs.items() if _quantizer(codec).widths is Widths.pooled]
+    pooled = [place for place, codec in codecs.items() if _quantizer(codec).widths == "pooled"]
     widths = dict(zip(pooled, shared_out([demands[place] for place in pooled]), strict=True)) if pooled else {}
     return widths | {place: shared_out([demands[place]])[0] for place in codecs if place not in widths}
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import enum
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import torch
 from jaxtyping import Float
@@ -19,13 +18,8 @@ MAX_BITS = 8
 INDICES = 2**16
 TOGETHER = 32
 """Tokens whose outliers share a list; they leave a sliding residual in groups of this size."""
-
-
-class Outliers(enum.Enum):
-    """The entries stored as outliers: those beyond the thresholds of their vector, or a fixed number per token."""
-
-    threshold = "threshold"
-    count = "count"
+Outliers = Literal["threshold", "count"]
+"""The entries stored as outliers: those beyond the thresholds of their vector, or a fixed number per token."""
 
 
 class NonUniformQuantizer(Calibrated, Quantizer):
@@ -60,17 +54,18 @@ class NonUniformQuantizer(Calibrated, Quantizer):
         axis: Axis | str,
         outliers: float = 0.01,
         qnorm: bool = False,
-        chosen: Outliers | str = Outliers.threshold,
+        chosen: Outliers | str = "threshold",
     ) -> None:
         require(1 <= bits <= MAX_BITS, "bits", bits, f"a lookup table has 1 to {MAX_BITS} bits", Unsupported)
         require(0 <= outliers < 0.5, "outliers", outliers, "a share of the entries, 0 to below 0.5")
         self.bits, self.outliers, self.qnorm = bits, outliers, qnorm
-        self.axis, self.chosen = choice(Axis, axis, "axis"), choice(Outliers, chosen, "chosen")
+        self.axis: Axis = choice(Axis, axis, "axis")
+        self.chosen: Outliers = choice(Outliers, chosen, "chosen")
 
     @property
     def ragged(self) -> bool:
         """Whether the number of outliers varies from token to token."""
-        return bool(self.outliers) and self.chosen is Outliers.threshold
+        return bool(self.outliers) and self.chosen == "threshold"
 
     @property
     def token_group(self) -> int | None:  # type: ignore[override]
@@ -93,11 +88,11 @@ class NonUniformQuantizer(Calibrated, Quantizer):
         """`levels` and `decoded` `[2^bits]`; per channel also `center` and `reach` `[heads, 1, dim]`."""
         x = x.float()
         tables: Tables = {}
-        if self.axis is Axis.per_channel:
+        if self.axis == "per_channel":
             ends = [quantiles(head.T, self.outliers / 2) for head in x]
             center, reach = _range(*(torch.stack(side).mT for side in zip(*ends, strict=True)))
             tables = {"center": center, "reach": reach}
-        elif self.chosen is Outliers.threshold:
+        elif self.chosen == "threshold":
             center, reach = _range(*(end.unsqueeze(-3) for end in quantiles(_joined(x), self.outliers / 2)))
         else:
             center, reach, _ = self._online(x)
@@ -118,7 +113,7 @@ class NonUniformQuantizer(Calibrated, Quantizer):
         flat = _joined(x)
         if not self.outliers:
             low, high, mask = flat.amin(-1, True), flat.amax(-1, True), None
-        elif self.chosen is Outliers.threshold:
+        elif self.chosen == "threshold":
             low, high = quantiles(flat, self.outliers / 2)
             mask = (flat <= low) | (flat >= high)
             rest = torch.where(mask, flat.median(-1, keepdim=True).values, flat)
@@ -135,7 +130,7 @@ class NonUniformQuantizer(Calibrated, Quantizer):
     def encode(self, x: Float[Tensor, "*lead heads tokens dim"], dtype: torch.dtype) -> Parts:
         parts: Parts = {}
         levels, mask = self.table("levels", x), None
-        if self.axis is Axis.per_channel:
+        if self.axis == "per_channel":
             center, reach = self.table("center", x), self.table("reach", x)
             scaled = (x - center) / reach.masked_fill(reach == 0, 1)
             if self.ragged:
@@ -171,7 +166,7 @@ class NonUniformQuantizer(Calibrated, Quantizer):
         codes = unpack_parts(parts, self.bits, shape[-2])
         like = torch.empty(shape[-3], 0, shape[-1], dtype=dtype, device=codes.device)
         levels = self.table("decoded", like)
-        if self.axis is Axis.per_channel:
+        if self.axis == "per_channel":
             center, reach = self.table("center", like), self.table("reach", like)
         else:
             center, reach = parts["center"].to(dtype), parts["reach"].to(dtype)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import enum
 import math
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import torch
 from jaxtyping import Float
@@ -16,12 +15,8 @@ from kvq.codecs.rotations import RandomizedHadamard, hadamard_matrix, has_hadama
 from kvq.codecs.stages import Side, Stage
 from kvq.errors import Unsupported, at_least, require
 
-
-class RotationStart(enum.Enum):
-    """The starting point of learning: a Hadamard matrix, with random signs of its rows (as released) or without."""
-
-    random_hadamard = "random_hadamard"
-    hadamard = "hadamard"
+RotationStart = Literal["random_hadamard", "hadamard"]
+"""The starting point of learning: a Hadamard matrix, with random signs of its rows (as released) or without."""
 
 
 class TableRotation(Calibrated, Stage):
@@ -69,17 +64,17 @@ class LearnedRotation(TableRotation):
         self,
         steps: int = 100,
         rate: float = 1.5,
-        start: RotationStart | str = RotationStart.random_hadamard,
+        start: RotationStart | str = "random_hadamard",
         seed: int = 0,
     ) -> None:
         at_least("steps", steps, 1)
         require(rate > 0, "rate", rate, "above 0")
         self.steps, self.rate, self.seed = steps, rate, seed
-        self.start = choice(RotationStart, start, "start")
+        self.start: RotationStart = choice(RotationStart, start, "start")
 
     def begin(self, head_dim: int) -> Float[Tensor, "dim dim"]:
         """Where learning begins, in fp64."""
-        if self.start is RotationStart.random_hadamard:
+        if self.start == "random_hadamard":
             return RandomizedHadamard(self.seed).matrix(head_dim, torch.empty(0, dtype=torch.float64))
         return hadamard_matrix(head_dim).double() / head_dim**0.5
 

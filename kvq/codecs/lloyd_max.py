@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import enum
 import math
 from collections.abc import Callable
 from functools import lru_cache
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 import torch
@@ -23,15 +22,11 @@ MAX_BITS = 8
 _TIE = 2.0**-11  # of the states' machine epsilon: far above the rounding of a rotation, far below that of the states
 
 
-class Marginal(enum.Enum):
-    """The density of a coordinate: of the uniform unit vector, or N(0, 1/head_dim), its limit (LMDeploy).
+Marginal = Literal["sphere", "normal", "trapezoid"]
+"""The density of a coordinate: of the uniform unit vector, or N(0, 1/head_dim), its limit (LMDeploy).
 
-    `trapezoid`: that limit with sums in place of integrals, see `trapezoid_levels` (vLLM).
-    """
-
-    sphere = "sphere"
-    normal = "normal"
-    trapezoid = "trapezoid"
+`trapezoid`: that limit with sums in place of integrals, see `trapezoid_levels` (vLLM).
+"""
 
 
 def tail(t: Array, dim: float | int) -> Array:
@@ -133,12 +128,12 @@ def relative_mse(levels: Array, dim: int) -> float:
     return float(1 - 2 * dim * (cell_probabilities(levels, dim)[half:] * levels**2).sum())
 
 
-def codebook(bits: int, dim: int, marginal: Marginal = Marginal.sphere) -> Array:
+def codebook(bits: int, dim: int, marginal: Marginal = "sphere") -> Array:
     """The codebook with 2^bits levels, ascending, of a coordinate of the sphere or of its normal limit."""
-    if marginal is Marginal.trapezoid:
+    if marginal == "trapezoid":
         half = trapezoid_levels(bits, dim)[2 ** (bits - 1) :]
     else:
-        half = optimal_levels(bits, dim) if marginal is Marginal.sphere else optimal_levels(bits, math.inf) / dim**0.5
+        half = optimal_levels(bits, dim) if marginal == "sphere" else optimal_levels(bits, math.inf) / dim**0.5
     return np.concatenate([-half[::-1], half])
 
 
@@ -223,10 +218,10 @@ class LloydMaxQuantizer(CodebookQuantizer):
         self,
         bits: int,
         extra_bits: int = 0,
-        gain: Gain | str = Gain.none,
+        gain: Gain | str = "none",
         least: int | None = None,
         most: int | None = None,
-        marginal: Marginal | str = Marginal.sphere,
+        marginal: Marginal | str = "sphere",
         unit: bool = False,
     ) -> None:
         bits += extra_bits
@@ -234,14 +229,14 @@ class LloydMaxQuantizer(CodebookQuantizer):
             bits = max(bits, least)
         if most is not None:
             bits = min(bits, most)
-        self.marginal = choice(Marginal, marginal, "marginal")
+        self.marginal: Marginal = choice(Marginal, marginal, "marginal")
         super().__init__(bits, gain, codebook, (self.marginal,), unit)
 
     def with_more_bits(self, extra: int, most: int) -> Quantizer:
         return more_bits(self, extra, most)
 
     def check(self, head_dim: int) -> None:
-        if self.marginal is Marginal.sphere:
+        if self.marginal == "sphere":
             super().check(head_dim)
 
 
@@ -249,12 +244,8 @@ _SAMPLES = 100_000  # of a coordinate, as in print
 _SUPPORT = 0.999  # of |T| lies within evenly spaced levels
 
 
-class Start(enum.Enum):
-    """Levels to begin with: evenly spaced or equally probable ones, or draws by squared distance."""
-
-    even = "even"
-    quantile = "quantile"
-    kmeans_plus_plus = "kmeans_plus_plus"
+Start = Literal["even", "quantile", "kmeans_plus_plus"]
+"""Levels to begin with: evenly spaced or equally probable ones, or draws by squared distance."""
 
 
 def levels_from(bits: int, dim: int, start: Start, steps: int = 0, seed: int = 5) -> Array:
@@ -267,9 +258,9 @@ def levels_from(bits: int, dim: int, start: Start, steps: int = 0, seed: int = 5
     Source: KVQuant++, section 2.2.1.
     """
     count = 2**bits
-    if start is Start.kmeans_plus_plus:
+    if start == "kmeans_plus_plus":
         levels = _drawn(count, dim, seed)
-    elif start is Start.even:
+    elif start == "even":
         end = float(quantile(np.array(_SUPPORT), dim))
         levels = np.linspace(-end, end, count)
     else:
@@ -306,9 +297,7 @@ class StartingCodebook(CodebookQuantizer):
     version: ClassVar[int] = 1
     attended_as = "states"
 
-    def __init__(
-        self, bits: int, start: Start | str, gain: Gain | str = Gain.none, steps: int = 0, seed: int = 5
-    ) -> None:
+    def __init__(self, bits: int, start: Start | str, gain: Gain | str = "none", steps: int = 0, seed: int = 5) -> None:
         at_least("steps", steps, 0)
         check_seed("seed", seed)
         super().__init__(bits, gain, levels_from, (choice(Start, start, "start"), steps, seed))

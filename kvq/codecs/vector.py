@@ -254,13 +254,13 @@ class VectorQuantizer(Quantizer):
     token_group = 1
     attended_as = "states"
 
-    def __init__(self, bits: int, codebook: str = "finetuned", gain: Gain | str = Gain.parallel) -> None:
+    def __init__(self, bits: int, codebook: str = "finetuned", gain: Gain | str = "parallel") -> None:
         check_choice("codebook", codebook, CODEBOOKS)
         if bits not in CODEBOOKS[codebook]:
             allowed = " or ".join(map(str, CODEBOOKS[codebook]))
             raise Unsupported(f"bits={bits}: codebook {codebook} has {allowed} bits")
         self.bits, self.codebook = bits, codebook
-        self.gain = choice(Gain, gain, "gain")
+        self.gain: Gain = choice(Gain, gain, "gain")
 
     @property
     def indices(self) -> dict[str, int]:
