@@ -148,17 +148,6 @@ _NOT_FITTED = ("sink_tokens", "kept_keys")
 _FORMAT = "kvq-calibration-2"
 
 
-def name_of(decides: Mapping[str, Any]) -> str:
-    """The name of a calibration: a hash (64 hex digits) of all its inputs, given as JSON data."""
-    text = json.dumps(dict(decides), sort_keys=True, separators=(",", ":"))
-    return hashlib.sha256(f"{_FORMAT}{text}".encode()).hexdigest()
-
-
-def path_of(results: Path, name: str) -> Path:
-    """Path of the calibration of this name in a results folder."""
-    return results / FOLDER / f"{name}.safetensors"
-
-
 def file_of(inputs: Inputs) -> Path:
     """Path of a run's calibration, whether or not the file exists.
 
@@ -173,7 +162,8 @@ def file_of(inputs: Inputs) -> Path:
     }
     model = {name: item for name, item in whole["model"].items() if name != "cache_dtype"}
     decides = {"model": model, "method": method, "code": _fitting_code(), "outside": outside}
-    return path_of(Path(inputs.config.results_dir), name_of(decides))
+    name = hashlib.sha256(f"{_FORMAT}{json.dumps(decides, sort_keys=True, separators=(',', ':'))}".encode()).hexdigest()
+    return Path(inputs.config.results_dir) / FOLDER / f"{name}.safetensors"
 
 
 @functools.cache
@@ -251,7 +241,11 @@ def read(path: str | Path) -> Calibration:
         described = (about["method"], about["model"], about["heads"], about["head_dims"])
     except KeyError as error:
         raise DataError(f"calibration {path}: cannot be read (KeyError: {error})") from error
-    return Calibration(tensors, *described, **_cost(path))
+    cost: dict[str, Any] = {}
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+        found = json.loads(path.with_suffix(".json").read_text(encoding="utf-8"))
+        cost = {"seconds": found["seconds"], "peak_bytes": found["peak_memory_bytes"]}
+    return Calibration(tensors, *described, **cost)
 
 
 class Layers:
@@ -284,11 +278,3 @@ class Layers:
         """Remove the files of layers."""
         for path in self._path.parent.glob(f"{self._path.stem}.layer*"):
             path.unlink(missing_ok=True)
-
-
-def _cost(path: Path) -> dict[str, Any]:
-    try:
-        found = json.loads(path.with_suffix(".json").read_text(encoding="utf-8"))
-        return {"seconds": found["seconds"], "peak_bytes": found["peak_memory_bytes"]}
-    except (OSError, ValueError, KeyError, TypeError):
-        return {}

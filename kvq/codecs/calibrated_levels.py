@@ -214,29 +214,3 @@ def quantiles(x: Float[Tensor, "*lead n"], share: float) -> tuple[Tensor, Tensor
     ends = (ordered, ordered.flip(-1))
     first, last = (torch.lerp(end[..., low : low + 1], end[..., high : high + 1], at - low) for end in ends)
     return first, last
-
-
-_STEPS = 200  # of Lloyd at most
-_STILL = 1e-6  # a change of no level above this ends them
-
-
-def lloyd_levels(
-    values: Float[Tensor, "*shape"], bits: int, start: Float[Tensor, " levels"] | None = None
-) -> Float[Tensor, " levels"]:
-    """2^bits levels for all values, ascending, in fp64: at most 200 of Lloyd's steps from `start`."""
-    values = values.flatten().double().sort().values
-    sums = torch.nn.functional.pad(values.cumsum(0), (1, 0))
-    if not bits:
-        return values.mean()[None]
-    even = torch.linspace(float(values[0]), float(values[-1]), 2**bits, dtype=torch.float64)
-    levels = even if start is None else start.double()
-    for _ in range(_STEPS):
-        inner = torch.searchsorted(values, (levels[1:] + levels[:-1]) / 2, right=True)
-        ends = torch.nn.functional.pad(inner, (1, 0))
-        ends = torch.cat([ends, ends.new_tensor([len(values)])])
-        held = ends.diff()
-        found = torch.where(held > 0, sums[ends].diff() / held.clamp(min=1), levels)
-        moved, levels = float((found - levels).abs().max()), found
-        if moved < _STILL:
-            break
-    return levels.sort().values

@@ -103,10 +103,9 @@ class ComponentQuantizer(Calibrated, Quantizer):
     def _layout(self, like: Tensor) -> Layout:
         """The fields of a string: of a head of `dim` channels, or of all components."""
         dim = like.shape[-1]
-        if self.widths == "equal":
-            return _equal(int(self.bits), dim)
         if dim not in self._layouts:
-            self._layouts[dim] = Layout(tuple(self.table("widths", like).int().tolist()))
+            own = [int(self.bits)] * dim if self.widths == "equal" else self.table("widths", like).int().tolist()
+            self._layouts[dim] = Layout(tuple(own))
         return self._layouts[dim]
 
     def _scale(self, dim: int) -> float:
@@ -220,11 +219,6 @@ class TrellisQuantizer(ComponentQuantizer):
         return trellis.decode(strings, layout, self.memory, dtype)
 
 
-@functools.cache
-def _equal(bits: int, dim: int) -> Layout:
-    return Layout((bits,) * dim)
-
-
 @functools.lru_cache(maxsize=128)
 def _factors(
     layout: Layout, errors: tuple[float, ...], scale: float, unshrunk: bool
@@ -236,24 +230,20 @@ def _factors(
     return torch.tensor(grown, dtype=torch.float64) * scale
 
 
+@functools.cache
 def normal_levels(width: int) -> Float[Tensor, " levels"]:
     """Lloyd-Max levels of N(0, 1) in fp64."""
     half = optimal_levels(width, math.inf)
     return torch.from_numpy(np.concatenate([-half[::-1], half]))
 
 
-@functools.cache
-def _all_levels() -> Float[Tensor, "widths levels"]:
+@functools.lru_cache(maxsize=16)
+def _books(dtype: torch.dtype, device: torch.device) -> Float[Tensor, "widths levels"]:
     """Those at 1 to 8 bits, rows filled up with zeros."""
     out = torch.zeros(WIDEST, 2**WIDEST, dtype=torch.float64)
     for width in range(1, WIDEST + 1):
         out[width - 1, : 2**width] = normal_levels(width)
-    return out
-
-
-@functools.lru_cache(maxsize=16)
-def _books(dtype: torch.dtype, device: torch.device) -> Float[Tensor, "widths levels"]:
-    return _all_levels().to(device, dtype)
+    return out.to(device, dtype)
 
 
 @functools.cache

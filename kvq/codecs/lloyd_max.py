@@ -92,15 +92,10 @@ def trapezoid_levels(bits: int, dim: float | int) -> Array:
     return levels
 
 
-def _centers(half: int) -> Array:
-    return (np.arange(half) + 0.5) / half
-
-
 def _of_density(half: int, dim: float | int) -> Array:
     """Levels of the optimal point density f^(1/3): f of another dimension, or N(0, 3)."""
-    if math.isinf(dim):
-        return quantile(_centers(half), dim) * 3**0.5
-    return quantile(_centers(half), (dim - 3) / 3 + 3)
+    centers = (np.arange(half) + 0.5) / half
+    return quantile(centers, dim) * 3**0.5 if math.isinf(dim) else quantile(centers, (dim - 3) / 3 + 3)
 
 
 def cells(levels: Array, dim: float | int, lowest: float = 0.0) -> tuple[Array, Array]:

@@ -22,20 +22,20 @@ from kvq.codecs.stages import Stage
 from kvq.errors import ConfigError, Unsupported, at_least, check_choice, check_seed
 
 
-class GroupedIndices:
-    """Mixin of quantizers whose `channels` contiguous channels share one `code_bits`-bit index into centroids."""
+class GroupedIndices(Quantizer):
+    """`channels` contiguous channels share one `code_bits`-bit index into centroids."""
 
-    channels: int
-    code_bits: int
+    token_group = 1
 
-    @staticmethod
-    def check_indices(channels: int, code_bits: int) -> None:
+    def __init__(self, channels: int, code_bits: int, iterations: int) -> None:
         at_least("channels", channels, 1)
         at_least("code_bits", code_bits, 1)
         if code_bits > MAX_BITS:
             raise Unsupported(f"code_bits={code_bits}: an index of coupled channels has 1 to {MAX_BITS} bits")
+        at_least("iterations", iterations, 1)
+        self.channels, self.code_bits, self.iterations = channels, code_bits, iterations
 
-    def check_groups(self, head_dim: int) -> None:
+    def check(self, head_dim: int) -> None:
         if head_dim % self.channels:
             raise Unsupported(f"head_dim={head_dim}: {self.channels} channels are coupled at a time")
 
@@ -64,7 +64,7 @@ class GroupedIndices:
         return found.view(*codes.shape[:-1], -1)
 
 
-class CoupledQuantizer(GroupedIndices, Calibrated, Quantizer):
+class CoupledQuantizer(Calibrated, GroupedIndices):
     """`channels` contiguous channels of a head share one `code_bits`-bit index: 4 and 9 give 2.25 bits, 8 and 10 1.25.
 
     Args:
@@ -82,7 +82,6 @@ class CoupledQuantizer(GroupedIndices, Calibrated, Quantizer):
     """
 
     version: ClassVar[int] = 1
-    token_group = 1
 
     def __init__(
         self,
@@ -92,14 +91,12 @@ class CoupledQuantizer(GroupedIndices, Calibrated, Quantizer):
         weighted: bool = True,
         centroids: Literal["float16", "float8_e5m2"] = "float16",
     ) -> None:
-        self.check_indices(channels, code_bits)
-        at_least("iterations", iterations, 1)
+        super().__init__(channels, code_bits, iterations)
         check_choice("centroids", centroids, ("float16", "float8_e5m2"))
-        self.channels, self.code_bits, self.iterations = channels, code_bits, iterations
         self.wants_gradients, self.centroids = weighted, centroids
 
     def check(self, head_dim: int) -> None:
-        self.check_groups(head_dim)
+        GroupedIndices.check(self, head_dim)
         super().check(head_dim)
 
     @property
@@ -135,7 +132,7 @@ class CoupledQuantizer(GroupedIndices, Calibrated, Quantizer):
 _BOOK = "codebook"
 
 
-class ProductQuantizer(GroupedIndices, Quantizer):
+class ProductQuantizer(GroupedIndices):
     """`channels` contiguous channels share one `code_bits`-bit index: 4 and 8 give 2 bits, codebooks not counted.
 
     Each of the head_dim / channels groups has a codebook of 2^code_bits entries, shared by the heads of a layer. It is
@@ -154,21 +151,15 @@ class ProductQuantizer(GroupedIndices, Quantizer):
     """
 
     version: ClassVar[int] = 1
-    token_group = 1
 
     def __init__(
         self, channels: int = 4, code_bits: int = 8, iterations: int = 10, rows: int = 4096, seed: int = 4
     ) -> None:
-        self.check_indices(channels, code_bits)
-        at_least("iterations", iterations, 1)
+        super().__init__(channels, code_bits, iterations)
         at_least("rows", rows, 1)
         check_seed("seed", seed)
-        self.channels, self.code_bits = channels, code_bits
-        self.iterations, self.rows, self.seed = iterations, rows, seed
+        self.rows, self.seed = rows, seed
         self._book: Float[Tensor, "batch groups count channels"] | None = None
-
-    def check(self, head_dim: int) -> None:
-        self.check_groups(head_dim)
 
     def fit(self, x: Float[Tensor, "batch heads tokens dim"]) -> Float[Tensor, "batch 1 entries channels"]:
         """Codebooks of each sequence in fp16, group after group; those of a sequence do not depend on the others."""

@@ -6,7 +6,7 @@ import abc
 import copy
 import math
 from collections.abc import Iterable, Mapping
-from typing import Any, ClassVar, Literal, Protocol, TypeVar, get_args, runtime_checkable
+from typing import Any, ClassVar, Literal, TypeVar, get_args
 
 import torch
 from torch import Tensor
@@ -14,13 +14,7 @@ from torch import Tensor
 from kvq.errors import Unsupported, check_choice, require
 
 Parts = dict[str, Tensor]
-_Bits = TypeVar("_Bits", bound="_HasBits")
-
-
-@runtime_checkable
-class _HasBits(Protocol):
-    bits: int
-
+_Coded = TypeVar("_Coded", bound="CodeQuantizer")
 
 Axis = Literal["per_channel", "per_token"]
 """The group that shares statistics: tokens of one channel, or channels of one token."""
@@ -123,7 +117,7 @@ def shared_group(groups: Iterable[int | None]) -> int | None:
     return None if None in known else math.lcm(*filter(None, known))
 
 
-def more_bits(quantizer: _Bits, extra: int, most: int) -> _Bits:
+def more_bits(quantizer: _Coded, extra: int, most: int) -> _Coded:
     """A copy with `bits` raised by `extra`, but not above `most`."""
     other = copy.copy(quantizer)
     other.bits = max(quantizer.bits, min(quantizer.bits + extra, most))

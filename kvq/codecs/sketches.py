@@ -12,7 +12,7 @@ from torch import Size, Tensor
 
 from kvq.codecs.lloyd_max import MAX_BITS, LloydMaxQuantizer, Marginal
 from kvq.codecs.packed import pack, unpack
-from kvq.codecs.quantizers import Parts, Quantizer, choice, more_bits, to_stored
+from kvq.codecs.quantizers import CodeQuantizer, Parts, Quantizer, choice, more_bits, to_stored
 from kvq.codecs.rotations import per_block, rotation
 from kvq.errors import ConfigError, Unsupported, at_least
 
@@ -23,7 +23,7 @@ Sketch = Literal["gaussian", "orthogonal", "identity"]
 """
 
 
-class InnerProductQuantizer(Quantizer):
+class InnerProductQuantizer(CodeQuantizer):
     """TurboQuant-prod: b-1 bits of `LloydMaxQuantizer`, one sign bit per coordinate of S·r for the error r, and |r|.
 
     Decoding adds |r| / (D c) · Sᵀ sign(S r), where c = E|s·u| for a unit vector u: √(2/π) for Gaussian rows. Over draws

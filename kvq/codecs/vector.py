@@ -211,19 +211,10 @@ def shipped() -> dict[str, Float[Tensor, "256 8"]]:
     if not FILE.is_file() or hashlib.sha256(FILE.read_bytes()).hexdigest() != FILE_SHA256:
         raise DataError(f"codebooks: {FILE.name} is missing or damaged; reinstall kvq, or run `make codebooks`")
     with safe_open(str(FILE), "pt") as file:
-        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a mapping
-    return {name: read_entries(tensors, name) for name in _names()}
-
-
-def read_entries(tensors: dict[str, Tensor], name: str) -> Float[Tensor, "256 8"]:
-    """Entries of one codebook: kept in fp16, or as integers times one fp16 step."""
-    entries = tensors[name].float()
-    step = tensors.get(f"{name}.step")
-    return entries if step is None else entries * step.float()
-
-
-def _names() -> list[str]:
-    return [f"{name}_{bits}b" for name, kinds in CODEBOOKS.items() if name != "e8p" for bits in kinds]
+        tensors = {name: file.get_tensor(name).float() for name in file.keys()}  # noqa: SIM118 - not a mapping
+    names = [f"{name}_{bits}b" for name, kinds in CODEBOOKS.items() if name != "e8p" for bits in kinds]
+    # Kept in fp16, or as integers times one fp16 step.
+    return {name: tensors[name] * tensors.get(f"{name}.step", 1) for name in names}
 
 
 @lru_cache(maxsize=64)
