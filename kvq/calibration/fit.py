@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import sys
 import time
-import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from kvq.calibration import files
-from kvq.calibration.budget import FEW, fit_components, joint_parts
+from kvq.calibration.budget import check_enough, fit_components, joint_parts
 from kvq.calibration.collect import (
     Kept,
     LayerStates,
@@ -185,10 +184,7 @@ def _check_tokens(tables: Mapping[str, Tensor], states: Mapping[int, LayerStates
     seen = sum(getattr(layer, side).numel() for layer in states.values() for side in sides)
     given = f"calibration.samples={len(windows)}, length={windows.shape[1]}"
     said = f"{given}: {numbers:,} numbers of tables from {seen:,} of states"
-    if numbers > seen:
-        raise DataError(f"{said}; more tokens are needed")
-    if numbers * FEW > seen:
-        warnings.warn(f"{said}; with fewer than {FEW} times as many, a method loses far more", stacklevel=2)
+    check_enough(said, seen, numbers, "more tokens are needed")
 
 
 _kept: Kept[dict[int, LayerStates]] = {}
