@@ -262,11 +262,9 @@ class UniformQuantizer(CodeQuantizer):
         if self.clip != 1:
             low, high = low * self.clip, high * self.clip
         scale = self._at_least((high - low) / self._divisor)
-        if self.zero_point == "float":
-            codes = self._rounded(groups.sub(low), scale).clamp_(0, top)
-            offset = self._side(low)
-        elif self.zero_point == "edge":
+        if self.zero_point == "edge":
             scale, low = scale_from_edge(scale, low, high)
+        if self.zero_point in ("float", "edge"):
             codes = self._rounded(groups.sub(low), scale).clamp_(0, top)
             offset = self._side(low)
         elif self.zero_point == "ratio":
