@@ -13,7 +13,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from kvq.codecs import Axis, Codec, Rope, UndoRope, UniformQuantizer
+from kvq.codecs import Codec, Rope, UndoRope, UniformQuantizer
 from kvq.errors import Unsupported
 
 States = Float[Tensor, "batch heads tokens dim"]
@@ -285,7 +285,7 @@ def stage_outputs(codec: Codec, x: States, block: int | None, rope: Rope | None)
 def quantizer_group(codec: Codec) -> int:
     """Tokens that share one scale per channel in `codec`; `TOKENS_PER_GROUP` where it shares none or the block's."""
     quantizer = codec.quantizer
-    if isinstance(quantizer, UniformQuantizer) and quantizer.axis is Axis.per_channel and quantizer.group_size:
+    if isinstance(quantizer, UniformQuantizer) and quantizer.axis == "per_channel" and quantizer.group_size:
         return quantizer.group_size
     return TOKENS_PER_GROUP
 
@@ -293,7 +293,7 @@ def quantizer_group(codec: Codec) -> int:
 def shares_tokens(codec: Codec) -> bool:
     """Whether tokens of a group share a scale, so that one token's range affects the error of another."""
     quantizer = codec.quantizer
-    return isinstance(quantizer, UniformQuantizer) and quantizer.axis is Axis.per_channel
+    return isinstance(quantizer, UniformQuantizer) and quantizer.axis == "per_channel"
 
 
 def without_tokens(

@@ -69,7 +69,7 @@ def check_choice(setting: str, value: str, options: Iterable[str]) -> None:
     """Raise `ConfigError` naming `setting` when `value` is none of `options`."""
     known = list(options)
     if value not in known:
-        raise ConfigError(f"{setting}={value}: one of {', '.join(known)}.{did_you_mean(value, known)}")
+        raise ConfigError(f"{setting}={value}: one of {', '.join(known)}.{did_you_mean(str(value), known)}")
 
 
 def at_least(setting: str, value: int | float | None, lowest: int | float) -> None:

@@ -59,7 +59,7 @@ class Newest(Eviction):
     observes = False
 
     def __init__(self, budget: float | int = 0.25, least: int = 64) -> None:
-        super().__init__(budget, least, When.prompt)
+        super().__init__(budget, least, "prompt")
 
     def keep(self, seen: Seen, allowed: int) -> Tensor:
         tokens = seen.keys.shape[-2]

@@ -16,7 +16,6 @@ from kvq.calibration.collect import LayerStates, collect
 from kvq.calibration.text import text_of
 from kvq.codecs import NonUniformQuantizer, UndoRope
 from kvq.codecs.levels import codebooks, nearest
-from kvq.codecs.quantizers import Axis
 from kvq.config import compose, resolve
 from kvq.models.inputs import Inputs
 
@@ -96,7 +95,7 @@ def _nearest(points: Tensor, centroids: Tensor) -> Tensor:
 
 def _levels(x: Tensor, gradients: Tensor, side: str) -> dict[str, float]:
     """KVQuant's levels at `BITS` bits, against k-means on every value that is not kept apart."""
-    quantizer = NonUniformQuantizer(BITS, Axis.per_channel if side == "key" else Axis.per_token)
+    quantizer = NonUniformQuantizer(BITS, "per_channel" if side == "key" else "per_token")
     start = time.perf_counter()
     tables = quantizer.fit(x, gradients, 0)
     mine = time.perf_counter() - start

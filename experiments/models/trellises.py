@@ -28,7 +28,7 @@ from scipy import special
 from kvq.codecs.lloyd_max import optimal_levels
 from kvq.codecs.trellis import FILE, MOST_MEMORY, WIDEST, books_name
 from kvq.codecs.trellis import LEAST_MEMORY as LEAST
-from kvq.codecs.trellis_loops import loops_for
+from kvq.codecs.trellis_loops import searcher
 
 Array = NDArray[np.float64]
 TESTED = (2048, 256)
@@ -74,7 +74,7 @@ def coded(book: Array, memory: int, width: int, x: NDArray[np.float32]) -> NDArr
     books = np.zeros((WIDEST, 1 << memory), np.float32)
     books[width - 1] = book
     count, codes = x.shape[1], np.zeros(x.shape, np.uint8)
-    loops_for(memory).search(x, np.full(count, width, np.uint8), np.ones(count, np.float32), books, codes)
+    searcher(memory)(x, np.full(count, width, np.uint8), np.ones(count, np.float32), books, codes)
     state, states = np.zeros(len(x), np.int64), np.empty(x.shape, np.int64)
     for place in range(count):
         state = ((state << width) | codes[:, place]) & ((1 << memory) - 1)

@@ -17,7 +17,8 @@ from torch import Tensor
 
 from kvq.calibration.collect import Kept, Place
 from kvq.calibration.moments import moments_of
-from kvq.codecs import Codec, ComponentQuantizer, FisherTransform, JointMoments, Tables, Widths
+from kvq.codecs import Codec, ComponentQuantizer, FisherTransform, JointMoments, Tables
+from kvq.codecs.quantizers import prefixed
 from kvq.codecs.stages import Stage
 from kvq.config.method import CalibrationConfig
 from kvq.errors import ConfigError, DataError, Unsupported
@@ -57,9 +58,6 @@ def last_stage(codec: Codec | None, kind: type[Transform], shares: bool, said: s
     """The name and the object of the transform of this kind that is the last stage of a codec.
 
     None: the codec has neither it nor a quantizer that `shares` bits over its components.
-
-    Raises:
-        ConfigError: as `said`: one without the other, or something between them or before, other than stages of RoPE.
     """
     stages = [] if codec is None else codec.stages
     names = [name for name, stage in stages if isinstance(stage, kind)]
@@ -71,13 +69,9 @@ def last_stage(codec: Codec | None, kind: type[Transform], shares: bool, said: s
 
 
 def joint_parts(codec: Codec | None) -> tuple[str, FisherTransform, ComponentQuantizer] | None:
-    """Name and object of the Fisher transform, and the quantizer that shares bits; None: the codec has neither.
-
-    Raises:
-        ConfigError: as `last_stage`.
-    """
+    """Name and object of the Fisher transform, and the quantizer that shares bits; None: the codec has neither."""
     quantizer = None if codec is None else codec.quantizer
-    shares = isinstance(quantizer, ComponentQuantizer) and quantizer.widths is not Widths.equal
+    shares = isinstance(quantizer, ComponentQuantizer) and quantizer.widths != "equal"
     said = (
         "a FisherTransform stands last of its stages, behind none but those of RoPE, and its quantizer has "
         "widths=pooled or widths=own"
@@ -87,51 +81,35 @@ def joint_parts(codec: Codec | None) -> tuple[str, FisherTransform, ComponentQua
 
 
 def fit_sharing(codecs: Mapping[Place, Codec], moments: Mapping[Place, JointMoments]) -> dict[Place, Tables]:
-    """Tables of all codecs, `<part>.<table>`, which share their bits as their quantizers have it.
-
-    Raises:
-        ConfigError: as `joint_parts`.
-    """
-    found: dict[Place, Tables] = {}
-    demands: dict[Place, Demand] = {}
-    names: dict[Place, str] = {}
+    """Tables of all codecs, `<part>.<table>`, which share their bits as their quantizers have it."""
+    parts: dict[Place, tuple[str, FisherTransform, ComponentQuantizer]] = {}
     for place, codec in codecs.items():
-        parts = joint_parts(codec)
-        assert parts is not None
-        name, stage, quantizer = parts
-        names[place], found[place] = name, stage.fit_joint(moments[place])
-        demands[place] = demand_of(quantizer, found[place]["spectrum"][0])
-    widths = _widths(codecs, demands)
-    rounding = {place: stage for place in codecs if (stage := _transform(codecs[place])).rounds}
-    for place, stage in rounding.items():  # whose components are others than those of exact matrices
-        found[place] = stage.rounded(found[place], moments[place], widths[place])
-        demands[place] = demand_of(_quantizer(codecs[place]), found[place]["spectrum"][0])
-    widths = _widths(codecs, demands) if rounding else widths
+        joint = joint_parts(codec)
+        assert joint is not None
+        parts[place] = joint
+    quantizers = {place: quantizer for place, (_, _, quantizer) in parts.items()}
+    found = {place: stage.fit_joint(moments[place]) for place, (_, stage, _) in parts.items()}
+    widths = _widths(quantizers, found)
+    rounding = {place: stage for place, (_, stage, _) in parts.items() if stage.rounds}
+    if rounding:  # then their components are others than those of exact matrices
+        found |= {
+            place: stage.rounded(found[place], moments[place], widths[place]) for place, stage in rounding.items()
+        }
+        widths = _widths(quantizers, found)
     out: dict[Place, Tables] = {}
-    for place, codec in codecs.items():
-        own = _transform(codec).trimmed(found[place], int((widths[place] > 0).sum()))
-        tables = _quantizer(codec).shared_out(own.pop("spectrum")[0], widths[place])
-        out[place] = {f"{names[place]}.{name}": table for name, table in own.items()}
-        out[place] |= {f"quantizer.{name}": table for name, table in tables.items()}
+    for place, (name, stage, quantizer) in parts.items():
+        own = stage.trimmed(found[place], int((widths[place] > 0).sum()))
+        tables = quantizer.shared_out(own.pop("spectrum")[0], widths[place])
+        out[place] = prefixed(own, f"{name}.") | prefixed(tables, "quantizer.")
     return out
 
 
-def _widths(codecs: Mapping[Place, Codec], demands: Mapping[Place, Demand]) -> dict[Place, Tensor]:
-    """The widths of all components, those of pooled codecs shared out together."""
-    pooled = [place for place, codec in codecs.items() if _quantizer(codec).widths is Widths.pooled]
+def _widths(quantizers: Mapping[Place, ComponentQuantizer], found: Mapping[Place, Tables]) -> dict[Place, Tensor]:
+    """The widths of all components, those of pooled quantizers shared out together."""
+    demands = {place: demand_of(quantizer, found[place]["spectrum"][0]) for place, quantizer in quantizers.items()}
+    pooled = [place for place, quantizer in quantizers.items() if quantizer.widths == "pooled"]
     widths = dict(zip(pooled, shared_out([demands[place] for place in pooled]), strict=True)) if pooled else {}
-    return widths | {place: shared_out([demands[place]])[0] for place in codecs if place not in widths}
-
-
-def _transform(codec: Codec) -> FisherTransform:
-    stage = codec.stages[-1][1]
-    assert isinstance(stage, FisherTransform)
-    return stage
-
-
-def _quantizer(codec: Codec) -> ComponentQuantizer:
-    assert isinstance(codec.quantizer, ComponentQuantizer)
-    return codec.quantizer
+    return widths | {place: shared_out([demands[place]])[0] for place in quantizers if place not in widths}
 
 
 def demand_of(quantizer: ComponentQuantizer, spectrum: Float[Tensor, " components"]) -> Demand:
@@ -142,11 +120,7 @@ def demand_of(quantizer: ComponentQuantizer, spectrum: Float[Tensor, " component
 
 
 def predicted(quantizer: ComponentQuantizer, spectrum: Tensor, widths: Tensor) -> float:
-    """Second-order loss in nats per token of components with these widths: half of Σ λ D.
-
-    Raises:
-        Unsupported: a width that the quantizer does not have.
-    """
+    """Second-order loss in nats per token of components with these widths: half of Σ λ D."""
     errors = torch.tensor(quantizer.errors, dtype=torch.float64)
     if int(widths.max()) >= len(errors):
         raise Unsupported(f"width {int(widths.max())}: {type(quantizer).__name__} has up to {len(errors) - 1} bits")
@@ -170,18 +144,14 @@ def fit_components(
 
     Args:
         both: codecs of keys take values as further heads (`Method.joins_sides`).
-
-    Raises:
-        ConfigError: keys and values that leave out different numbers of tokens.
-        DataError: fewer tokens than channels, and as `collect_joint`.
-        Unsupported: as `collect_joint`.
     """
     if not codecs:
         return {}, 0.0
-    left_out = {found[1].left_out for codec in codecs.values() if (found := joint_parts(codec)) is not None}
+    stages = [found[1] for codec in codecs.values() if (found := joint_parts(codec)) is not None]
+    left_out = {stage.left_out for stage in stages}
     if len(left_out) > 1:
         raise ConfigError(f"left_out: keys and values leave out {sorted(left_out)} first tokens; the same number")
-    folded = any(found[1].folded for codec in codecs.values() if (found := joint_parts(codec)) is not None)
+    folded = any(stage.folded for stage in stages)
     if folded and (norms := [name for name, _ in loaded.model.named_modules() if name.endswith("k_norm")]):
         raise Unsupported(f"folded=true: {norms[0]} stands between W_K and the keys; the components need matrices")
     how = (left_out.pop(), any(codec.uses_rope for codec in codecs.values()), both)
@@ -197,7 +167,7 @@ def _check_tokens(
     codecs: Mapping[Place, Codec],
     moments: Mapping[Place, JointMoments],
 ) -> None:
-    """Warn of few tokens for the channels that share a transform. Raises: DataError: fewer tokens than channels."""
+    """Warn of few tokens for the channels that share a transform."""
     channels, tokens = 0, 0
     for place, codec in codecs.items():
         parts, own = joint_parts(codec), moments[place]
@@ -207,7 +177,12 @@ def _check_tokens(
     given = f"calibration.samples={len(windows)}, length={windows.shape[1]}"
     given += "" if settings.tokens is None else f", tokens={settings.tokens}"
     said = f"{given}: {tokens} tokens for transforms of {channels} channels"
-    if tokens < channels:
-        raise DataError(f"{said}; at least as many tokens as channels, better {FEW} times as many")
-    if tokens < FEW * channels:
-        warnings.warn(f"{said}; with fewer than {FEW} times as many, a method loses far more", stacklevel=2)
+    check_enough(said, tokens, channels, f"at least as many tokens as channels, better {FEW} times as many")
+
+
+def check_enough(said: str, seen: int, fitted: int, refused: str) -> None:
+    """Refuse a fit to fewer observations than the numbers that are fitted, and warn of few."""
+    if seen < fitted:
+        raise DataError(f"{said}; {refused}")
+    if seen < FEW * fitted:
+        warnings.warn(f"{said}; with fewer than {FEW} times as many, a method loses far more", stacklevel=3)

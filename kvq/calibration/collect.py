@@ -226,11 +226,6 @@ def collect(
     Args:
         tokens: number of tokens kept, at the same positions in every layer, drawn by `seed`; None: all.
         queries: also collect the second moments of the queries at these positions.
-
-    Raises:
-        DataError: states or gradients that are not finite.
-        Unsupported: attentions that do not put their keys into the cache they are given, or whose queries cannot be
-            seen.
     """
     layers: dict[int, _Pieces] = {}
     ropes: dict[int, list[Rope]] = {}

@@ -6,6 +6,7 @@ tables of each fitted layer are in a file of their own, so that a killed calibra
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import dataclasses
 import functools
@@ -32,7 +33,7 @@ from kvq.methods.method import Method
 from kvq.models.inputs import Inputs
 from kvq.results.files import cause, write_file
 from kvq.results.tensor_files import dump, read_tensors
-from kvq.results.versions import code_hash, versions_of_parts
+from kvq.results.versions import versions_of_parts
 
 _LENGTHS = {"32k": 2**15, "1m": 2**20}
 """Sequence lengths for which metrics state the bits of tables, besides the measured length."""
@@ -102,10 +103,6 @@ def bind(method: Method, calibration: Calibration, model: str, head_dims: Sequen
     Args:
         model: name of the weights it will run on (`kvq.models.weights.weights_name`).
         head_dims: channels per head of each of its layers.
-
-    Raises:
-        Unsupported: a calibration of other weights, of another number of layers or other head dims, or one without
-            tables that the method needs.
     """
     if len(calibration.head_dims) != len(head_dims):
         count = len(calibration.head_dims)
@@ -151,21 +148,10 @@ _NOT_FITTED = ("sink_tokens", "kept_keys")
 _FORMAT = "kvq-calibration-2"
 
 
-def name_of(decides: Mapping[str, Any]) -> str:
-    """The name of a calibration: a hash (64 hex digits) of all its inputs, given as JSON data."""
-    text = json.dumps(dict(decides), sort_keys=True, separators=(",", ":"))
-    return hashlib.sha256(f"{_FORMAT}{text}".encode()).hexdigest()
-
-
-def path_of(results: Path, name: str) -> Path:
-    """Path of the calibration of this name in a results folder."""
-    return results / FOLDER / f"{name}.safetensors"
-
-
 def file_of(inputs: Inputs) -> Path:
     """Path of a run's calibration, whether or not the file exists.
 
-    The name includes a hash of the fitting code, so tables of an earlier version of the code are never read.
+    The name includes a hash of the fitting code's statements, so tables of an earlier version are never read.
     """
     outside_codecs = (*_NOT_FITTED, *inputs.config.method.policies)
     whole = canonical(inputs.config, inputs.model_fingerprint, "", fingerprint_of(inputs))
@@ -176,14 +162,30 @@ def file_of(inputs: Inputs) -> Path:
     }
     model = {name: item for name, item in whole["model"].items() if name != "cache_dtype"}
     decides = {"model": model, "method": method, "code": _fitting_code(), "outside": outside}
-    return path_of(Path(inputs.config.results_dir), name_of(decides))
+    name = hashlib.sha256(f"{_FORMAT}{json.dumps(decides, sort_keys=True, separators=(',', ':'))}".encode()).hexdigest()
+    return Path(inputs.config.results_dir) / FOLDER / f"{name}.safetensors"
 
 
 @functools.cache
 def _fitting_code() -> str:
+    """SHA-256 (hex) of calibrations, codecs and plugins: their modules' statements, and tables that ship with them."""
     folders = (Path(__file__).parent, Path(kvq.codecs.__path__[0]), *plugins.packages())
-    kinds = ("*.py", "*.safetensors")  # and tables that ship with it
-    return code_hash(*(file for folder in folders for kind in kinds for file in folder.rglob(kind)))
+    files = [file for folder in folders for file in folder.rglob("*") if "tests" not in file.relative_to(folder).parts]
+    written = [statements(file.read_text(encoding="utf-8")).encode() for file in files if file.suffix == ".py"]
+    tables = [file.read_bytes() for file in files if file.suffix == ".safetensors"]
+    digests = sorted(hashlib.sha256(content).digest() for content in (*written, *tables))
+    return hashlib.sha256(b"".join(digests)).hexdigest()
+
+
+def statements(source: str) -> str:
+    """The statements of a module in a fixed form, without comments and docstrings."""
+    tree = ast.parse(source)
+    for node in ast.walk(tree):
+        if isinstance(body := getattr(node, "body", None), list):
+            body[:] = [
+                line for line in body if not (isinstance(line, ast.Expr) and isinstance(line.value, ast.Constant))
+            ]
+    return ast.unparse(tree)
 
 
 @contextlib.contextmanager
@@ -197,11 +199,7 @@ def _writing(path: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Hold the lock of a calibration, so that one process makes it; the system frees the lock when its holder dies.
-
-    Raises:
-        RecordError: a folder that cannot be written.
-    """
+    """Hold the lock of a calibration, so that one process makes it; the system frees the lock when its holder dies."""
     with _writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         folder = path.parent / ".locks"
@@ -215,11 +213,7 @@ def locked(path: Path) -> Iterator[None]:
 
 
 def write(path: Path, calibration: Calibration) -> None:
-    """Write the tables atomically, and their cost as `<name>.json` in the same folder.
-
-    Raises:
-        RecordError: a folder that cannot be written.
-    """
+    """Write the tables atomically, and their cost as `<name>.json` in the same folder."""
     about = {
         "format": _FORMAT,
         "method": calibration.method,
@@ -240,18 +234,18 @@ def write(path: Path, calibration: Calibration) -> None:
 
 
 def read(path: str | Path) -> Calibration:
-    """The calibration in a file.
-
-    Raises:
-        DataError: no file, or one that is not a calibration.
-    """
+    """The calibration in a file."""
     path = Path(path)
     about, tensors = read_tensors(path, "calibration", _FORMAT)
     try:
         described = (about["method"], about["model"], about["heads"], about["head_dims"])
     except KeyError as error:
         raise DataError(f"calibration {path}: cannot be read (KeyError: {error})") from error
-    return Calibration(tensors, *described, **_cost(path))
+    cost: dict[str, Any] = {}
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+        found = json.loads(path.with_suffix(".json").read_text(encoding="utf-8"))
+        cost = {"seconds": found["seconds"], "peak_bytes": found["peak_memory_bytes"]}
+    return Calibration(tensors, *described, **cost)
 
 
 class Layers:
@@ -266,11 +260,7 @@ class Layers:
         self.earlier = 0.0
 
     def fitted(self, layer: int, fit: Callable[[], dict[str, Tensor]]) -> dict[str, Tensor]:
-        """The tables of a layer: those of its file, else fitted now and written.
-
-        Raises:
-            RecordError: a folder that cannot be written.
-        """
+        """The tables of a layer: those of its file, else fitted now and written."""
         path = self._path.with_suffix(f".layer{layer}")
         with contextlib.suppress(DataError):  # none yet, or damaged
             about, tables = read_tensors(path, "calibration", _FORMAT)
@@ -288,11 +278,3 @@ class Layers:
         """Remove the files of layers."""
         for path in self._path.parent.glob(f"{self._path.stem}.layer*"):
             path.unlink(missing_ok=True)
-
-
-def _cost(path: Path) -> dict[str, Any]:
-    try:
-        found = json.loads(path.with_suffix(".json").read_text(encoding="utf-8"))
-        return {"seconds": found["seconds"], "peak_bytes": found["peak_memory_bytes"]}
-    except (OSError, ValueError, KeyError, TypeError):
-        return {}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import sys
 import time
-import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from kvq.calibration import files
-from kvq.calibration.budget import FEW, fit_components, joint_parts
+from kvq.calibration.budget import check_enough, fit_components, joint_parts
 from kvq.calibration.collect import (
     Kept,
     LayerStates,
@@ -43,11 +42,7 @@ from kvq.results.provenance import PeakMemory
 
 
 def learned_rotation(codec: Codec) -> tuple[str, LearnedRotation] | None:
-    """The learned stage and its name; None: the codec has none.
-
-    Raises:
-        ConfigError: it is not the first stage of its codec, the only position whose gradient is implemented.
-    """
+    """The learned stage and its name; None: the codec has none."""
     for number, (name, stage) in enumerate(codec.stages):
         if isinstance(stage, LearnedRotation):
             if number:
@@ -66,10 +61,6 @@ def learn(
 
     Each step updates all layers on one window. Values are quantized as the codec does after its rotation, each token
     separately, with the straight-through gradient of rounding. Keys are not quantized.
-
-    Raises:
-        ConfigError: a learned rotation of keys, which would have to rotate queries too.
-        DataError: a gradient that is not finite.
     """
     if method.key is not None and learned_rotation(method.key) is not None:
         raise ConfigError(f"method.key of {method.name}: rotations are learned for values")
@@ -120,11 +111,7 @@ def calibrate(
     settings: CalibrationConfig,
     done: files.Layers | None = None,
 ) -> Calibration:
-    """Fit a method's tables to a model on windows of text; `done` keeps each layer's, so that they are fitted once.
-
-    Raises:
-        ConfigError, DataError, Unsupported: from the method's parts, the text or the model.
-    """
+    """Fit a method's tables to a model on windows of text; `done` keeps each layer's, so that they are fitted once."""
     start, memory = time.perf_counter(), PeakMemory(loaded.device)
     head_dims = head_dims_of(loaded.text_config)
     tensors = learn(loaded, method, windows, head_dims)
@@ -197,10 +184,7 @@ def _check_tokens(tables: Mapping[str, Tensor], states: Mapping[int, LayerStates
     seen = sum(getattr(layer, side).numel() for layer in states.values() for side in sides)
     given = f"calibration.samples={len(windows)}, length={windows.shape[1]}"
     said = f"{given}: {numbers:,} numbers of tables from {seen:,} of states"
-    if numbers > seen:
-        raise DataError(f"{said}; more tokens are needed")
-    if numbers * FEW > seen:
-        warnings.warn(f"{said}; with fewer than {FEW} times as many, a method loses far more", stacklevel=2)
+    check_enough(said, seen, numbers, "more tokens are needed")
 
 
 _kept: Kept[dict[int, LayerStates]] = {}
@@ -255,7 +239,7 @@ def _fit(
 
 
 def fitted(inputs: Inputs, method: Method) -> tuple[Method, Calibration]:
-    """A run's method with its tables, fitted now unless a file has them. Raises: as `calibrated`."""
+    """A run's method with its tables, fitted now unless a file has them."""
     text = text_of(inputs)
     assert text is not None
     return calibrated(method, inputs.model, text.windows, inputs.config.method.calibration, files.file_of(inputs))
@@ -268,12 +252,7 @@ def calibrated(
     settings: CalibrationConfig,
     path: Path,
 ) -> tuple[Method, Calibration]:
-    """The method bound to the calibration of file `path`, which is made where it is missing or cannot be read.
-
-    Raises:
-        RecordError: a folder that cannot be written.
-        KvqError: as `calibrate` and `bind`.
-    """
+    """The method bound to the calibration of file `path`, which is made where it is missing or cannot be read."""
     with files.locked(path):
         try:
             found = files.read(path)

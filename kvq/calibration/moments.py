@@ -105,11 +105,6 @@ def collect_joint(
         left_out: first tokens of a window that do not count.
         before_rope: keys and their gradients before RoPE, where the model has it.
         both: of a token's keys and values in a row, as heads of one side, `both`.
-
-    Raises:
-        DataError: states or gradients that are not finite, windows without tokens that count.
-        Unsupported: latents; a rotary embedding that cannot be undone; attentions that do not put their keys into the
-            cache they are given.
     """
     if getattr(loaded.text_config, "kv_lora_rank", None):
         raise Unsupported("model: caches latents; a Fisher transform is of keys and values of heads")

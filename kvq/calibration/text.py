@@ -73,9 +73,6 @@ def parts_of(config: CalibrationConfig) -> list[CalibrationConfig]:
     """The settings of each text of a mixture, `pydocs+pysource`, which share its samples; of one text, its own.
 
     Samples that are left over are those of the first texts. `path` is that of the part `text`.
-
-    Raises:
-        ConfigError: a text twice, more texts than samples, a path that is no part's.
     """
     names = [None] if config.dataset is None else config.dataset.split(MIXED)
     if len(names) == 1:
@@ -99,11 +96,7 @@ def parts_of(config: CalibrationConfig) -> list[CalibrationConfig]:
 
 
 def dataset_of(config: CalibrationConfig) -> DatasetConfig:
-    """The data set that a calibration on one text reads: the training split of the named one.
-
-    Raises:
-        ConfigError: no or an unknown data set, or one whose text is a file, which has no training split.
-    """
+    """The data set that a calibration on one text reads: the training split of the named one."""
     if config.dataset is None:
         raise ConfigError("method.calibration.dataset=null: the method needs a text to calibrate on, such as pydocs")
     given = [f"dataset={config.dataset}"]
@@ -131,10 +124,6 @@ def calibration_text(
     """`samples` disjoint windows of `length` tokens of one text, drawn by `seed`; `bos`: the first token of each.
 
     `tokens`: of the data set, where they are at hand.
-
-    Raises:
-        ConfigError: as `dataset_of`.
-        DataError: a text with fewer windows.
     """
     streams, room = (tokens or load_tokens(dataset_of(config), tokenizer, config.length, bos)).streams, config.length
     if bos is not None:
@@ -157,12 +146,7 @@ def _fingerprint(windows: Int[Tensor, "samples length"]) -> str:
 
 
 def text_of(inputs: Inputs) -> CalibrationText | None:
-    """The text that the run's method is calibrated on; None: it names none, or the task reads no model.
-
-    Raises:
-        ConfigError: a data set that cannot be calibrated on.
-        DataError: too little text.
-    """
+    """The text that the run's method is calibrated on; None: it names none, or the task reads no model."""
     settings = inputs.config.method.calibration
     if settings.dataset is None or not inputs.reads_weights:
         return None
@@ -191,12 +175,7 @@ def fingerprint_of(inputs: Inputs) -> str | None:
 
 
 def shared_text(inputs: Inputs, texts: Sequence[str]) -> float:
-    """Share (0 to 1) of n-grams that the windows of the run's calibration have in common with what it scores.
-
-    Raises:
-        ConfigError: a calibration on the text under test, unless its settings ask for that; as `text_of`.
-        DataError: as `text_of`.
-    """
+    """Share (0 to 1) of n-grams that the windows of the run's calibration have in common with what it scores."""
     settings, text = inputs.config.method.calibration, text_of(inputs)
     share = 0.0 if text is None else shared_ngrams(inputs.tokenizer.batch_decode(text.windows), texts)
     if settings.allow_test_text or share <= TEST_TEXT:
@@ -209,12 +188,7 @@ def shared_text(inputs: Inputs, texts: Sequence[str]) -> float:
 
 
 def check(inputs: Inputs, method: Method) -> None:
-    """Check text and model for calibrating, without reading weights.
-
-    Raises:
-        ConfigError: no text to calibrate on, or windows longer than the model takes.
-        Unsupported: a task that reads no weights.
-    """
+    """Check text and model for calibrating, without reading weights."""
     if not method.is_calibrated or inputs.config.task.calibrates_itself:
         return
     settings = inputs.config.method.calibration

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import enum
 import itertools
 from collections.abc import Sequence
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import torch
 from jaxtyping import Float
@@ -13,8 +12,8 @@ from torch import Tensor
 
 from kvq.codecs.levels import looked_up
 from kvq.codecs.packed import MAX_BITS, pack_parts, unpack_parts
-from kvq.codecs.quantizers import Axis, CodeQuantizer, Parts, Quantizer, check_group, choice, to_stored
-from kvq.codecs.uniform import Rounding, ScaleDtype, UniformQuantizer
+from kvq.codecs.quantizers import CodeQuantizer, Parts, Quantizer, check_group, choice, to_stored
+from kvq.codecs.uniform import ScaleDtype, UniformQuantizer
 from kvq.errors import ConfigError, Unsupported, at_least
 
 
@@ -48,10 +47,6 @@ class SignedMaxQuantizer(CodeQuantizer):
     Args:
         bits: bits per code, 2-16.
         group_size: channels that share a scale; None = the whole head_dim. A short last group has its own scale.
-
-    Raises:
-        ConfigError: a group size below 1.
-        Unsupported: bits the grid cannot have.
 
     Source: `quantize_row_q4_0_ref` and `dequantize_row_q4_0` of ggml.
     """
@@ -92,39 +87,23 @@ class HalfAwayQuantizer(UniformQuantizer):
         bits: bits per code, 2-16.
         group_size: channels that share a scale; None = the whole head_dim. A short last group has its own scale.
 
-    Raises:
-        ConfigError, Unsupported: as `UniformQuantizer`.
-
     Source: `quantize_row_q8_0_ref` and `dequantize_row_q8_0` of ggml.
     """
 
     version: ClassVar[int] = 1
 
     def __init__(self, bits: int, group_size: int | None = None) -> None:
-        super().__init__(bits, Axis.per_token, group_size, symmetric=True, rounding=Rounding.away, reciprocal=True)
+        super().__init__(bits, "per_token", group_size, symmetric=True, rounding="away", reciprocal=True)
 
 
-class Float8(enum.Enum):
-    """8-bit floats: e4m3 (3 mantissa bits, largest 448, no infinities) and e5m2 (2 mantissa bits, largest 57344)."""
+Float8 = Literal["e4m3", "e5m2"]
+"""8-bit floats: e4m3 (3 mantissa bits, largest 448, no infinities) and e5m2 (2 mantissa bits, largest 57344)."""
+FloatScale = Literal["block", "token", "none"]
+"""The values that share the scale of an 8-bit float.
 
-    e4m3 = "e4m3"
-    e5m2 = "e5m2"
-
-    @property
-    def torch(self) -> torch.dtype:
-        return torch.float8_e4m3fn if self is Float8.e4m3 else torch.float8_e5m2
-
-
-class FloatScale(enum.Enum):
-    """The values that share the scale of an 8-bit float.
-
-    `block`: all heads, tokens and channels of a block, so that no sequence of a batch depends on its neighbours.
-    `token`: the channels of a token in a head. `none`: there is no scale, values are cast as they are.
-    """
-
-    block = "block"
-    token = "token"
-    none = "none"
+`block`: all heads, tokens and channels of a block, so that no sequence of a batch depends on its neighbours.
+`token`: the channels of a token in a head. `none`: there is no scale, values are cast as they are.
+"""
 
 
 class Float8Quantizer(Quantizer):
@@ -143,9 +122,6 @@ class Float8Quantizer(Quantizer):
 
     A scale that is fixed, per layer or per head is a stage before this quantizer with `scale: none`.
 
-    Raises:
-        ConfigError: an unknown name, a negative least scale, a group size below 1 or without `scale: token`.
-
     Source: Micikevicius et al., FP8 Formats for Deep Learning (arXiv 2209.05433), Table 1.
     """
 
@@ -154,41 +130,42 @@ class Float8Quantizer(Quantizer):
 
     def __init__(
         self,
-        format: Float8 | str = Float8.e4m3,  # noqa: A002 - the name of the setting
-        scale: FloatScale | str = FloatScale.block,
+        format: Float8 | str = "e4m3",  # noqa: A002 - the name of the setting
+        scale: FloatScale | str = "block",
         min_scale: float = 0.0,
         saturate: bool = True,
-        scale_dtype: ScaleDtype | str = ScaleDtype.float16,
+        scale_dtype: ScaleDtype | str = "float16",
         reciprocal: bool = False,
         group_size: int | None = None,
     ) -> None:
-        self.format, self.scale = choice(Float8, format, "format"), choice(FloatScale, scale, "scale")
-        self.scale_dtype, self.group_size = choice(ScaleDtype, scale_dtype, "scale_dtype"), group_size
-        if group_size is not None and (group_size < 1 or self.scale is not FloatScale.token):
+        self.scale: FloatScale = choice(FloatScale, scale, "scale")
+        self.scale_dtype: ScaleDtype = choice(ScaleDtype, scale_dtype, "scale_dtype")
+        self._dtype = torch.float8_e4m3fn if choice(Float8, format, "format") == "e4m3" else torch.float8_e5m2
+        if group_size is not None and (group_size < 1 or self.scale != "token"):
             raise ConfigError(f"group_size={group_size}: at least 1, with scale=token")
         at_least("min_scale", min_scale, 0)
-        self.min_scale, self.saturate, self.reciprocal = min_scale, saturate, reciprocal
+        self.min_scale, self.saturate, self.reciprocal, self.group_size = min_scale, saturate, reciprocal, group_size
 
     @property
     def token_group(self) -> int | None:  # type: ignore[override]
         """None where a block shares a scale, else 1."""
-        return None if self.scale is FloatScale.block else 1
+        return None if self.scale == "block" else 1
 
     def encode(self, x: Float[Tensor, "*lead heads tokens dim"], dtype: torch.dtype) -> Parts:
         """`values` in the format's dtype, as `x`, and `scale`: `[..., 1, 1, 1]` or `[..., heads, tokens, groups]`."""
-        limit = torch.finfo(self.format.torch).max
+        limit = torch.finfo(self._dtype).max
         side: Parts = {}
         groups = in_groups(x, self.group_size)
-        if self.scale is not FloatScale.none:
-            over = (-4, -3, -2, -1) if self.scale is FloatScale.block else (-1,)
+        if self.scale != "none":
+            over = (-4, -3, -2, -1) if self.scale == "block" else (-1,)
             scale = groups.abs().amax(over, keepdim=True) / limit
             if self.min_scale:
                 scale = scale.clamp_min(self.min_scale)
             groups = groups * _reciprocal(scale) if self.reciprocal else groups / scale.masked_fill(scale == 0, 1)
-            side = {"scale": to_stored(scale.squeeze(-1), self.scale_dtype.torch)}
+            side = {"scale": to_stored(scale.squeeze(-1), getattr(torch, self.scale_dtype))}
         values = groups.flatten(-2)[..., : x.shape[-1]]
         values = values.clamp(-limit, limit) if self.saturate else values
-        return {"values": values.to(self.format.torch), **side}
+        return {"values": values.to(self._dtype), **side}
 
     def decode(self, parts: Parts, shape: torch.Size, dtype: torch.dtype) -> Float[Tensor, "*lead heads tokens dim"]:
         """`scale * value`, from the stored scale."""
@@ -208,9 +185,6 @@ class LevelsQuantizer(CodeQuantizer):
         group_size: channels that share a scale; None = the whole head_dim. A short last group has its own scale.
         refit: see above; the codes are not chosen again.
         least: a group whose values are all smaller in magnitude is stored as zeros.
-
-    Raises:
-        ConfigError: levels that are not ascending, a group size below 1.
 
     Source: `quantize_row_iq4_nl_ref` of ggml.
     """

@@ -64,11 +64,7 @@ class Calibrated:
         return self._tables or {}
 
     def table(self, name: str, like: Tensor) -> Tensor:
-        """A table in the dtype and on the device of `like`, which is `[..., heads, tokens, head_dim]`.
-
-        Raises:
-            Unsupported: not bound to a layer, or to one of another shape.
-        """
+        """A table in the dtype and on the device of `like`, which is `[..., heads, tokens, head_dim]`."""
         if self._tables is None or self._shape is None:
             raise Unsupported(
                 f"{type(self).__name__} has no tables: calibrate first (python run.py method=... does, and "
@@ -120,11 +116,9 @@ def fit_codec(
         rope: the rotations (RoPE) of the tokens.
         moments: second moments that count for the side, of states as a cache gets them; needed where `wants_moments`.
 
-    Raises:
-        ConfigError: a stage before a fitted part that is not a rotation of each head (`orthogonal`) or of whole tokens
-            (`rotates_tokens`): statistics of a block and gradients cannot be carried through it; before a part that
-            wants no gradients, also a stage that takes each token alone. A part that wants
-            moments without them, or behind a stage (`wants_pairs`: behind another than of RoPE).
+    Only rotations of each head (`orthogonal`) or of whole tokens (`rotates_tokens`) may precede a fitted part, because
+    statistics of a block and gradients cannot be carried through other stages; before a part that wants no gradients,
+    also stages that take each token alone; before one that wants moments, none but those of RoPE (`wants_pairs`).
     """
     heads, _, head_dim = x.shape
     tables: Tables = {}

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import enum
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import torch
 from jaxtyping import Float
@@ -19,13 +18,8 @@ MAX_BITS = 8
 INDICES = 2**16
 TOGETHER = 32
 """Tokens whose outliers share a list; they leave a sliding residual in groups of this size."""
-
-
-class Outliers(enum.Enum):
-    """The entries stored as outliers: those beyond the thresholds of their vector, or a fixed number per token."""
-
-    threshold = "threshold"
-    count = "count"
+Outliers = Literal["threshold", "count"]
+"""The entries stored as outliers: those beyond the thresholds of their vector, or a fixed number per token."""
 
 
 class NonUniformQuantizer(Calibrated, Quantizer):
@@ -47,10 +41,6 @@ class NonUniformQuantizer(Calibrated, Quantizer):
     that any token has, the rest of a row being empty: `SparseCodec` stores rows without their empty ends. Per token
     also `center` and `reach` `[..., 1, tokens, 1]`.
 
-    Raises:
-        ConfigError: unknown axis or choice of outliers, a share outside 0 to 0.5.
-        Unsupported: other bits.
-
     Source: KVQuant (arXiv 2401.18079), sections 3.2 to 3.5, and its released simulation. Calibration: levels by k-means
     of all scaled entries except outliers, weighted with squared gradients.
     """
@@ -64,17 +54,18 @@ class NonUniformQuantizer(Calibrated, Quantizer):
         axis: Axis | str,
         outliers: float = 0.01,
         qnorm: bool = False,
-        chosen: Outliers | str = Outliers.threshold,
+        chosen: Outliers | str = "threshold",
     ) -> None:
         require(1 <= bits <= MAX_BITS, "bits", bits, f"a lookup table has 1 to {MAX_BITS} bits", Unsupported)
         require(0 <= outliers < 0.5, "outliers", outliers, "a share of the entries, 0 to below 0.5")
         self.bits, self.outliers, self.qnorm = bits, outliers, qnorm
-        self.axis, self.chosen = choice(Axis, axis, "axis"), choice(Outliers, chosen, "chosen")
+        self.axis: Axis = choice(Axis, axis, "axis")
+        self.chosen: Outliers = choice(Outliers, chosen, "chosen")
 
     @property
     def ragged(self) -> bool:
         """Whether the number of outliers varies from token to token."""
-        return bool(self.outliers) and self.chosen is Outliers.threshold
+        return bool(self.outliers) and self.chosen == "threshold"
 
     @property
     def token_group(self) -> int | None:  # type: ignore[override]
@@ -86,11 +77,7 @@ class NonUniformQuantizer(Calibrated, Quantizer):
         return {} if self.ragged else {"codes": self.bits}
 
     def kept(self, width: int) -> int:
-        """Outliers on each side of a token of `width` channels over all heads, under `count`.
-
-        Raises:
-            Unsupported: more channels than 16 bits can index.
-        """
+        """Outliers on each side of a token of `width` channels over all heads, under `count`."""
         if not self.outliers:
             return 0
         if width >= INDICES:
@@ -101,11 +88,11 @@ class NonUniformQuantizer(Calibrated, Quantizer):
         """`levels` and `decoded` `[2^bits]`; per channel also `center` and `reach` `[heads, 1, dim]`."""
         x = x.float()
         tables: Tables = {}
-        if self.axis is Axis.per_channel:
+        if self.axis == "per_channel":
             ends = [quantiles(head.T, self.outliers / 2) for head in x]
             center, reach = _range(*(torch.stack(side).mT for side in zip(*ends, strict=True)))
             tables = {"center": center, "reach": reach}
-        elif self.chosen is Outliers.threshold:
+        elif self.chosen == "threshold":
             center, reach = _range(*(end.unsqueeze(-3) for end in quantiles(_joined(x), self.outliers / 2)))
         else:
             center, reach, _ = self._online(x)
@@ -126,7 +113,7 @@ class NonUniformQuantizer(Calibrated, Quantizer):
         flat = _joined(x)
         if not self.outliers:
             low, high, mask = flat.amin(-1, True), flat.amax(-1, True), None
-        elif self.chosen is Outliers.threshold:
+        elif self.chosen == "threshold":
             low, high = quantiles(flat, self.outliers / 2)
             mask = (flat <= low) | (flat >= high)
             rest = torch.where(mask, flat.median(-1, keepdim=True).values, flat)
@@ -143,7 +130,7 @@ class NonUniformQuantizer(Calibrated, Quantizer):
     def encode(self, x: Float[Tensor, "*lead heads tokens dim"], dtype: torch.dtype) -> Parts:
         parts: Parts = {}
         levels, mask = self.table("levels", x), None
-        if self.axis is Axis.per_channel:
+        if self.axis == "per_channel":
             center, reach = self.table("center", x), self.table("reach", x)
             scaled = (x - center) / reach.masked_fill(reach == 0, 1)
             if self.ragged:
@@ -179,7 +166,7 @@ class NonUniformQuantizer(Calibrated, Quantizer):
         codes = unpack_parts(parts, self.bits, shape[-2])
         like = torch.empty(shape[-3], 0, shape[-1], dtype=dtype, device=codes.device)
         levels = self.table("decoded", like)
-        if self.axis is Axis.per_channel:
+        if self.axis == "per_channel":
             center, reach = self.table("center", like), self.table("reach", like)
         else:
             center, reach = parts["center"].to(dtype), parts["reach"].to(dtype)
@@ -227,29 +214,3 @@ def quantiles(x: Float[Tensor, "*lead n"], share: float) -> tuple[Tensor, Tensor
     ends = (ordered, ordered.flip(-1))
     first, last = (torch.lerp(end[..., low : low + 1], end[..., high : high + 1], at - low) for end in ends)
     return first, last
-
-
-_STEPS = 200  # of Lloyd at most
-_STILL = 1e-6  # a change of no level above this ends them
-
-
-def lloyd_levels(
-    values: Float[Tensor, "*shape"], bits: int, start: Float[Tensor, " levels"] | None = None
-) -> Float[Tensor, " levels"]:
-    """2^bits levels for all values, ascending, in fp64: at most 200 of Lloyd's steps from `start`."""
-    values = values.flatten().double().sort().values
-    sums = torch.nn.functional.pad(values.cumsum(0), (1, 0))
-    if not bits:
-        return values.mean()[None]
-    even = torch.linspace(float(values[0]), float(values[-1]), 2**bits, dtype=torch.float64)
-    levels = even if start is None else start.double()
-    for _ in range(_STEPS):
-        inner = torch.searchsorted(values, (levels[1:] + levels[:-1]) / 2, right=True)
-        ends = torch.nn.functional.pad(inner, (1, 0))
-        ends = torch.cat([ends, ends.new_tensor([len(values)])])
-        held = ends.diff()
-        found = torch.where(held > 0, sums[ends].diff() / held.clamp(min=1), levels)
-        moved, levels = float((found - levels).abs().max()), found
-        if moved < _STILL:
-            break
-    return levels.sort().values

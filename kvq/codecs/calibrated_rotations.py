@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import enum
 import math
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import torch
 from jaxtyping import Float
@@ -16,12 +15,8 @@ from kvq.codecs.rotations import RandomizedHadamard, hadamard_matrix, has_hadama
 from kvq.codecs.stages import Side, Stage
 from kvq.errors import Unsupported, at_least, require
 
-
-class RotationStart(enum.Enum):
-    """The starting point of learning: a Hadamard matrix, with random signs of its rows (as released) or without."""
-
-    random_hadamard = "random_hadamard"
-    hadamard = "hadamard"
+RotationStart = Literal["random_hadamard", "hadamard"]
+"""The starting point of learning: a Hadamard matrix, with random signs of its rows (as released) or without."""
 
 
 class TableRotation(Calibrated, Stage):
@@ -31,7 +26,6 @@ class TableRotation(Calibrated, Stage):
     token_group = 1
 
     def check(self, head_dim: int) -> None:
-        """Raises: Unsupported: a head dim without a Hadamard matrix, or not that of the calibration."""
         if not has_hadamard(head_dim):
             raise Unsupported(f"head_dim={head_dim}: no Hadamard matrix of this order to begin with")
         super().check(head_dim)
@@ -60,9 +54,6 @@ class LearnedRotation(TableRotation):
 
     Table: `rotation` `[head_dim, head_dim]` in fp32.
 
-    Raises:
-        ConfigError: no steps, a rate that is not positive, an unknown start.
-
     Source: SpinQuant (arXiv 2405.16406), R2; the step is that of Li et al. (arXiv 2002.01113), exact.
     """
 
@@ -73,17 +64,17 @@ class LearnedRotation(TableRotation):
         self,
         steps: int = 100,
         rate: float = 1.5,
-        start: RotationStart | str = RotationStart.random_hadamard,
+        start: RotationStart | str = "random_hadamard",
         seed: int = 0,
     ) -> None:
         at_least("steps", steps, 1)
         require(rate > 0, "rate", rate, "above 0")
         self.steps, self.rate, self.seed = steps, rate, seed
-        self.start = choice(RotationStart, start, "start")
+        self.start: RotationStart = choice(RotationStart, start, "start")
 
     def begin(self, head_dim: int) -> Float[Tensor, "dim dim"]:
         """Where learning begins, in fp64."""
-        if self.start is RotationStart.random_hadamard:
+        if self.start == "random_hadamard":
             return RandomizedHadamard(self.seed).matrix(head_dim, torch.empty(0, dtype=torch.float64))
         return hadamard_matrix(head_dim).double() / head_dim**0.5
 
@@ -113,9 +104,6 @@ class GroupedHadamard(Stage):
 
     Args:
         heads: number of heads joined; where it does not divide the number of KV heads, the largest smaller divisor.
-
-    Raises:
-        ConfigError: no heads.
 
     Source: RotateKV (arXiv 2501.16383): grouped-head rotation of 4 heads.
     """

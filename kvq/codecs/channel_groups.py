@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import enum
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import torch
 from jaxtyping import Float, Shaped
@@ -19,21 +18,13 @@ from kvq.errors import ConfigError, Unsupported, at_least
 _BYTE = 255
 
 
-class Criterion(enum.Enum):
-    """What ranks the channels of a block: the sum of their squares, or their mean magnitude (Kitty)."""
+Criterion = Literal["energy", "mean_abs"]
+"""What ranks the channels of a block: the sum of their squares, or their mean magnitude (Kitty)."""
+Choice = Literal["mask", "byte"]
+"""How the choice of a block is stored: `mask`, a bit for each channel, or `byte`, as Kitty's code does.
 
-    energy = "energy"
-    mean_abs = "mean_abs"
-
-
-class Choice(enum.Enum):
-    """How the choice of a block is stored: `mask`, a bit for each channel, or `byte`, as Kitty's code does.
-
-    The byte of an outlier channel is its place among them, that of another channel the number of outliers.
-    """
-
-    mask = "mask"
-    byte = "byte"
+The byte of an outlier channel is its place among them, that of another channel the number of outliers.
+"""
 
 
 class TwoChannelGroups(TwoWaySplit):
@@ -53,7 +44,6 @@ class TwoChannelGroups(TwoWaySplit):
         raise NotImplementedError
 
     def check(self, head_dim: int) -> None:
-        """Raises: Unsupported: a group without channels, or one whose number a codec cannot work on."""
         outliers = self.count(head_dim)
         if not 0 < outliers < head_dim:
             raise Unsupported(f"outliers={outliers}: head_dim={head_dim} leaves no other channels")
@@ -89,10 +79,6 @@ class ChannelSplit(TwoChannelGroups):
         criterion: see `Criterion`.
         stored: see `Choice`.
 
-    Raises:
-        ConfigError: no channel in the first group, or too many for a byte; an unknown name.
-        Unsupported: a codec that needs token positions or stores lists.
-
     Source: TurboQuant (arXiv 2504.19874), section 4.3, whose outlier channels have one more bit; Kitty (arXiv
     2511.18643), whose boosted channels have 4 bits instead of 2.
     """
@@ -104,14 +90,15 @@ class ChannelSplit(TwoChannelGroups):
         outliers: int,
         high: Codec,
         low: Codec,
-        criterion: Criterion | str = Criterion.energy,
-        stored: Choice | str = Choice.mask,
+        criterion: Criterion | str = "energy",
+        stored: Choice | str = "mask",
     ) -> None:
         at_least("outliers", outliers, 1)
         super().__init__(high, low)
         self.outliers = outliers
-        self.criterion, self.stored = choice(Criterion, criterion, "criterion"), choice(Choice, stored, "stored")
-        if self.stored is Choice.byte and outliers > _BYTE:
+        self.criterion: Criterion = choice(Criterion, criterion, "criterion")
+        self.stored: Choice = choice(Choice, stored, "stored")
+        if self.stored == "byte" and outliers > _BYTE:
             raise ConfigError(f"outliers={outliers}: at most {_BYTE} with stored=byte")
 
     @property
@@ -124,11 +111,11 @@ class ChannelSplit(TwoChannelGroups):
 
     def encode(self, x: Float[Tensor, "*lead heads tokens dim"], dtype: torch.dtype) -> Parts:
         """`mask` `[..., heads, 1, ceil(dim / 8)]`, or `place` `[..., heads, 1, dim]`, and the parts of both codecs."""
-        by_energy = self.criterion is Criterion.energy
+        by_energy = self.criterion == "energy"
         size = x.square().sum(-2, keepdim=True) if by_energy else x.abs().mean(-2, keepdim=True)
         chosen = size.topk(self.outliers, -1).indices
         mask = torch.zeros_like(x[..., :1, :], dtype=torch.uint8).scatter_(-1, chosen, 1)
-        if self.stored is Choice.mask:
+        if self.stored == "mask":
             kept = {"mask": pack(mask.mT, 1)[0].mT}
         else:
             place = torch.where(mask == 1, mask.cumsum(-1) - 1, self.outliers)
@@ -136,7 +123,7 @@ class ChannelSplit(TwoChannelGroups):
         return kept | self._encode_mask(x, mask, self.outliers, dtype)
 
     def decode(self, parts: Parts, shape: Size, dtype: torch.dtype) -> Float[Tensor, "*lead heads tokens dim"]:
-        if self.stored is Choice.mask:
+        if self.stored == "mask":
             mask = unpack([parts["mask"].mT], 1, shape[-1]).mT
         else:
             mask = (parts["place"] < self.outliers).to(torch.uint8)
@@ -154,10 +141,6 @@ class CalibratedChannelSplit(Calibrated, TwoChannelGroups):
         outliers: channels per head in the first group; None: a quarter of the head's.
         differences: variances are those of the differences of consecutive tokens, for codecs of deltas.
 
-    Raises:
-        ConfigError: no channel in the first group.
-        Unsupported: a codec that needs token positions or stores lists.
-
     Source: KVQuant++ (`OutlierKVQuant`): a quarter of the channels at min(b + 1, 4) bits, the others at max(b - 1, 1);
     section 3.2 for differences.
     """
@@ -173,7 +156,6 @@ class CalibratedChannelSplit(Calibrated, TwoChannelGroups):
         return head_dim // 4 if self.outliers is None else self.outliers
 
     def check(self, head_dim: int) -> None:
-        """Raises: Unsupported: a group that cannot be, or another head dim than that of the calibration."""
         TwoChannelGroups.check(self, head_dim)
         super().check(head_dim)
 

@@ -68,7 +68,7 @@ class Codec:
         return type(self)(dict(chain), [name for name, _ in chain], quantizer or self.quantizer)
 
     def with_more_bits(self, extra: int, most: int) -> Codec:
-        """This codec with `extra` bits more, but not above `most`. Raises: Unsupported: as `Quantizer`."""
+        """This codec with `extra` bits more, but not above `most`."""
         return self.rebuilt(self.stages, self.quantizer.with_more_bits(extra, most))
 
     @property
@@ -184,7 +184,7 @@ class Codec:
     def _coded(self, y: Tensor, dtype: torch.dtype) -> tuple[Parts, Float[Tensor, "*lead tokens 1"] | None]:
         """The quantizer's parts of `y`, and the gain of each token where it has one."""
         parts = self.quantizer.encode(y, dtype)
-        if self.quantizer.gain is Gain.none:
+        if self.quantizer.gain == "none":
             return parts, None
         return parts, gain_factor(y, self.quantizer.decode(parts, y.shape, y.dtype), self.quantizer.gain)
 
@@ -212,11 +212,7 @@ class Codec:
 
 
 class StoredWithKeys(Codec):
-    """Stands for values that the codec of the keys stores: it takes both of a token, values as further heads.
-
-    Raises:
-        Unsupported: asked to encode or to decode.
-    """
+    """Stands for values that the codec of the keys stores: it takes both of a token, values as further heads."""
 
     version: ClassVar[int] = 1
 
@@ -254,13 +250,13 @@ def _wanted(stage: Stage, rope: Rope | None) -> dict[str, Rope | None]:
 
 def gain_factor(x: Tensor, x_hat: Tensor, gain: Gain) -> Float[Tensor, "*lead tokens 1"]:
     """The factor per head and token that `gain` asks for; 1 where its denominator is zero (NSNQuant, section 3.3)."""
-    if gain is Gain.unit:
+    if gain == "unit":
         top, bottom = torch.ones_like(x[..., :1]), torch.linalg.vector_norm(x_hat, dim=-1, keepdim=True)
-    elif gain is Gain.norm:
+    elif gain == "norm":
         top, bottom = (torch.linalg.vector_norm(t, dim=-1, keepdim=True) for t in (x, x_hat))
     else:
-        top = (x * (x_hat if gain is Gain.l2 else x)).sum(-1, keepdim=True)
-        bottom = (x_hat * (x_hat if gain is Gain.l2 else x)).sum(-1, keepdim=True)
+        top = (x * (x_hat if gain == "l2" else x)).sum(-1, keepdim=True)
+        bottom = (x_hat * (x_hat if gain == "l2" else x)).sum(-1, keepdim=True)
     return torch.where(bottom == 0, torch.ones_like(top), top / bottom.masked_fill(bottom == 0, 1))
 
 

@@ -8,11 +8,10 @@ With widths of their own, components are those of a `FisherTransform`, and a cal
 from __future__ import annotations
 
 import abc
-import enum
 import functools
 import math
 from collections.abc import Mapping
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import numpy as np
 import torch
@@ -30,21 +29,12 @@ from kvq.errors import ConfigError, Unsupported, require, within
 _FARTHEST = 64.0  # deviations, beyond which components are cut: far behind the last level
 
 
-class Widths(enum.Enum):
-    """Who shares bits: `equal`: every component has the same; `pooled`: all components of all layers and sides of a
-    model share a budget; `own`: those of one layer and side do.
-    """
-
-    equal = "equal"
-    pooled = "pooled"
-    own = "own"
-
-
-class Deviation(enum.Enum):
-    """Of a channel: 1, or that of a token of norm 1 (1 / sqrt(head_dim)); for equal widths."""
-
-    one = "one"
-    unit_norm = "unit_norm"
+Widths = Literal["equal", "pooled", "own"]
+"""Who shares bits: `equal`: every component has the same; `pooled`: all components of all layers and sides of a
+model share a budget; `own`: those of one layer and side do.
+"""
+Deviation = Literal["one", "unit_norm"]
+"""Of a channel: 1, or that of a token of norm 1 (1 / sqrt(head_dim)); for equal widths."""
 
 
 class ComponentQuantizer(Calibrated, Quantizer):
@@ -61,10 +51,6 @@ class ComponentQuantizer(Calibrated, Quantizer):
     Stores `string` (uint8 `[..., heads or 1, tokens, bytes]`): a token's bits, padded to a byte.
 
     Tables: `widths` `[components]` in uint8, and `weights` `[components]` in fp32: what the noise of a component costs.
-
-    Raises:
-        ConfigError: an unknown name.
-        Unsupported: other bits.
     """
 
     token_group = 1
@@ -73,18 +59,18 @@ class ComponentQuantizer(Calibrated, Quantizer):
     def __init__(
         self,
         bits: float | int,
-        widths: Widths | str = Widths.equal,
-        deviation: Deviation | str = Deviation.one,
+        widths: Widths | str = "equal",
+        deviation: Deviation | str = "one",
         unshrunk: bool = False,
     ) -> None:
-        self.widths = choice(Widths, widths, "widths")
-        self.deviation = choice(Deviation, deviation, "deviation")
-        equal = self.widths is Widths.equal
+        self.widths: Widths = choice(Widths, widths, "widths")
+        self.deviation: Deviation = choice(Deviation, deviation, "deviation")
+        equal = self.widths == "equal"
         if not (1 if equal else 0.5) <= bits <= self.widest or (equal and bits != int(bits)):
             numbers = f"a whole number from 1 to {self.widest}" if equal else f"0.5 to {self.widest}"
-            raise Unsupported(f"bits={bits}: {type(self).__name__} with widths={self.widths.name} takes {numbers}")
-        if not equal and self.deviation is not Deviation.one:
-            raise ConfigError(f"deviation={self.deviation.name}: with widths=equal; a transform gives deviations of 1")
+            raise Unsupported(f"bits={bits}: {type(self).__name__} with widths={self.widths} takes {numbers}")
+        if not equal and self.deviation != "one":
+            raise ConfigError(f"deviation={self.deviation}: with widths=equal; a transform gives deviations of 1")
         require(unshrunk in (True, False), "unshrunk", unshrunk, "true or false")
         self.bits, self.unshrunk = bits, unshrunk
         self._layouts: dict[int, Layout] = {}
@@ -97,7 +83,7 @@ class ComponentQuantizer(Calibrated, Quantizer):
     @property
     def is_calibrated(self) -> bool:  # type: ignore[override]
         """Widths of their own are tables."""
-        return self.widths is not Widths.equal
+        return self.widths != "equal"
 
     @property
     @abc.abstractmethod
@@ -117,24 +103,23 @@ class ComponentQuantizer(Calibrated, Quantizer):
     def _layout(self, like: Tensor) -> Layout:
         """The fields of a string: of a head of `dim` channels, or of all components."""
         dim = like.shape[-1]
-        if self.widths is Widths.equal:
-            return _equal(int(self.bits), dim)
         if dim not in self._layouts:
-            self._layouts[dim] = Layout(tuple(self.table("widths", like).int().tolist()))
+            own = [int(self.bits)] * dim if self.widths == "equal" else self.table("widths", like).int().tolist()
+            self._layouts[dim] = Layout(tuple(own))
         return self._layouts[dim]
 
     def _scale(self, dim: int) -> float:
-        return dim**-0.5 if self.deviation is Deviation.unit_norm else 1.0
+        return dim**-0.5 if self.deviation == "unit_norm" else 1.0
 
     def _rows(self, x: Tensor) -> Tensor:
         """`[..., heads or 1, tokens, components of a string]`."""
-        return x if self.widths is Widths.equal else x.transpose(-3, -2).flatten(-2).unsqueeze(-3)
+        return x if self.widths == "equal" else x.transpose(-3, -2).flatten(-2).unsqueeze(-3)
 
     def encode(self, x: Float[Tensor, "*lead heads tokens dim"], dtype: torch.dtype) -> Parts:
         """`string`."""
         layout, rows = self._layout(x), self._rows(x / self._scale(x.shape[-1]))
         weights = x.new_ones(rows.shape[-1])
-        if self.widths is not Widths.equal:
+        if self.widths != "equal":
             weights = self.table("weights", x)
             weights = weights / weights.max().clamp_min(torch.finfo(torch.float32).tiny)
         flat = rows.reshape(-1, rows.shape[-1]).clamp(-_FARTHEST, _FARTHEST)
@@ -148,7 +133,7 @@ class ComponentQuantizer(Calibrated, Quantizer):
         factors = _factors(layout, self.errors, self._scale(shape[-1]), bool(self.unshrunk))
         if factors is not None:
             flat = flat * factors.to(flat.device, dtype)
-        if self.widths is Widths.equal:
+        if self.widths == "equal":
             return flat.view(shape)
         return flat.view(*shape[:-3], shape[-2], shape[-3], shape[-1]).transpose(-3, -2)
 
@@ -170,9 +155,6 @@ class ScalarQuantizer(ComponentQuantizer):
 
     Args:
         bits, widths, deviation, unshrunk: as `ComponentQuantizer`.
-
-    Raises:
-        ConfigError, Unsupported: as `ComponentQuantizer`.
 
     Source: Max 1960, Table I.
     """
@@ -204,10 +186,6 @@ class TrellisQuantizer(ComponentQuantizer):
         bits, widths, deviation, unshrunk: as `ComponentQuantizer`; at most `memory` bits.
         memory: bits of a state, 6 to 12.
 
-    Raises:
-        ConfigError: another memory, an unknown name.
-        Unsupported: other bits.
-
     Source: `kvq.codecs.trellis`. That widths change from component to component, and the path goes by the weighted
     error, is ours.
     """
@@ -218,8 +196,8 @@ class TrellisQuantizer(ComponentQuantizer):
         self,
         bits: float | int,
         memory: int = 8,
-        widths: Widths | str = Widths.equal,
-        deviation: Deviation | str = Deviation.one,
+        widths: Widths | str = "equal",
+        deviation: Deviation | str = "one",
         unshrunk: bool = False,
     ) -> None:
         within("memory", memory, trellis.LEAST_MEMORY, trellis.MOST_MEMORY)
@@ -241,11 +219,6 @@ class TrellisQuantizer(ComponentQuantizer):
         return trellis.decode(strings, layout, self.memory, dtype)
 
 
-@functools.cache
-def _equal(bits: int, dim: int) -> Layout:
-    return Layout((bits,) * dim)
-
-
 @functools.lru_cache(maxsize=128)
 def _factors(
     layout: Layout, errors: tuple[float, ...], scale: float, unshrunk: bool
@@ -257,24 +230,20 @@ def _factors(
     return torch.tensor(grown, dtype=torch.float64) * scale
 
 
+@functools.cache
 def normal_levels(width: int) -> Float[Tensor, " levels"]:
     """Lloyd-Max levels of N(0, 1) in fp64."""
     half = optimal_levels(width, math.inf)
     return torch.from_numpy(np.concatenate([-half[::-1], half]))
 
 
-@functools.cache
-def _all_levels() -> Float[Tensor, "widths levels"]:
+@functools.lru_cache(maxsize=16)
+def _books(dtype: torch.dtype, device: torch.device) -> Float[Tensor, "widths levels"]:
     """Those at 1 to 8 bits, rows filled up with zeros."""
     out = torch.zeros(WIDEST, 2**WIDEST, dtype=torch.float64)
     for width in range(1, WIDEST + 1):
         out[width - 1, : 2**width] = normal_levels(width)
-    return out
-
-
-@functools.lru_cache(maxsize=16)
-def _books(dtype: torch.dtype, device: torch.device) -> Float[Tensor, "widths levels"]:
-    return _all_levels().to(device, dtype)
+    return out.to(device, dtype)
 
 
 @functools.cache

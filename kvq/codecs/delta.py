@@ -31,10 +31,6 @@ class DeltaQuantizer(Quantizer):
     bit for each of these tokens and heads, and `far.anchors` `[..., 1, entries, dim]`, the anchors of all heads in the
     order of heads and tokens; their codes are stored and not read. Blocks of a batch have lists of equal length.
 
-    Raises:
-        ConfigError: an interval below 1, a negative threshold.
-        Unsupported: a codec whose tokens share statistics, needs positions, stores lists, or is calibrated.
-
     Source: kvquant-plus-plus, sections 3.2 and 9.6.
     """
 
@@ -62,7 +58,6 @@ class DeltaQuantizer(Quantizer):
         return self.anchor_threshold > 0
 
     def check(self, head_dim: int) -> None:
-        """Raises: Unsupported: deltas whose error grows from token to token."""
         self.codec.check(head_dim)
         error = self.relative_error(head_dim)
         if not error < 1:

@@ -66,9 +66,6 @@ class PolarQuantizer(Quantizer):
     Stores `codes.<level>.<plane>` (`[..., heads, tokens, head_dim / 2^level]` angles) and `radius`
     `[..., heads, tokens, head_dim / 2^L]` in fp16. Expects vectors of random direction (a rotation before it).
 
-    Raises:
-        ConfigError: no level, or angles of other than 1 to 8 bits.
-
     Source: PolarQuant (arXiv 2502.02617), section 4; its codebooks found ahead of time.
     """
 
@@ -90,7 +87,6 @@ class PolarQuantizer(Quantizer):
         return int(2 ** len(self.angle_bits))
 
     def check(self, head_dim: int) -> None:
-        """Raises: Unsupported: head dims that are no multiple of the channels that share a radius."""
         if head_dim % self.channels:
             raise Unsupported(
                 f"head_dim={head_dim}: {len(self.angle_bits)} levels take {self.channels} channels at a time"

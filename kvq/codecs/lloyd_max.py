@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import enum
 import math
 from collections.abc import Callable
 from functools import lru_cache
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 import torch
@@ -23,15 +22,11 @@ MAX_BITS = 8
 _TIE = 2.0**-11  # of the states' machine epsilon: far above the rounding of a rotation, far below that of the states
 
 
-class Marginal(enum.Enum):
-    """The density of a coordinate: of the uniform unit vector, or N(0, 1/head_dim), its limit (LMDeploy).
+Marginal = Literal["sphere", "normal", "trapezoid"]
+"""The density of a coordinate: of the uniform unit vector, or N(0, 1/head_dim), its limit (LMDeploy).
 
-    `trapezoid`: that limit with sums in place of integrals, see `trapezoid_levels` (vLLM).
-    """
-
-    sphere = "sphere"
-    normal = "normal"
-    trapezoid = "trapezoid"
+`trapezoid`: that limit with sums in place of integrals, see `trapezoid_levels` (vLLM).
+"""
 
 
 def tail(t: Array, dim: float | int) -> Array:
@@ -97,15 +92,10 @@ def trapezoid_levels(bits: int, dim: float | int) -> Array:
     return levels
 
 
-def _centers(half: int) -> Array:
-    return (np.arange(half) + 0.5) / half
-
-
 def _of_density(half: int, dim: float | int) -> Array:
     """Levels of the optimal point density f^(1/3): f of another dimension, or N(0, 3)."""
-    if math.isinf(dim):
-        return quantile(_centers(half), dim) * 3**0.5
-    return quantile(_centers(half), (dim - 3) / 3 + 3)
+    centers = (np.arange(half) + 0.5) / half
+    return quantile(centers, dim) * 3**0.5 if math.isinf(dim) else quantile(centers, (dim - 3) / 3 + 3)
 
 
 def cells(levels: Array, dim: float | int, lowest: float = 0.0) -> tuple[Array, Array]:
@@ -133,12 +123,12 @@ def relative_mse(levels: Array, dim: int) -> float:
     return float(1 - 2 * dim * (cell_probabilities(levels, dim)[half:] * levels**2).sum())
 
 
-def codebook(bits: int, dim: int, marginal: Marginal = Marginal.sphere) -> Array:
+def codebook(bits: int, dim: int, marginal: Marginal = "sphere") -> Array:
     """The codebook with 2^bits levels, ascending, of a coordinate of the sphere or of its normal limit."""
-    if marginal is Marginal.trapezoid:
+    if marginal == "trapezoid":
         half = trapezoid_levels(bits, dim)[2 ** (bits - 1) :]
     else:
-        half = optimal_levels(bits, dim) if marginal is Marginal.sphere else optimal_levels(bits, math.inf) / dim**0.5
+        half = optimal_levels(bits, dim) if marginal == "sphere" else optimal_levels(bits, math.inf) / dim**0.5
     return np.concatenate([-half[::-1], half])
 
 
@@ -165,10 +155,6 @@ class CodebookQuantizer(CodeQuantizer):
     in the middle between two levels goes to the higher one, and so does one below it by a rounding error (`_TIE`):
     rotated 16-bit states cancel to 0 here and there, but for the order of the sum, which depends on how many tokens are
     rotated together and must not decide a code.
-
-    Raises:
-        ConfigError: unknown gain.
-        Unsupported: other bits.
     """
 
     token_group = 1
@@ -187,7 +173,6 @@ class CodebookQuantizer(CodeQuantizer):
         return made, (self.bits, *given)
 
     def check(self, head_dim: int) -> None:
-        """Raises: Unsupported: fewer than 3 channels, where the density of a coordinate of the sphere has no peak."""
         if head_dim < 3:
             raise Unsupported(f"head_dim={head_dim}: a Lloyd-Max codebook of the sphere needs at least 3 channels")
 
@@ -218,10 +203,6 @@ class LloydMaxQuantizer(CodebookQuantizer):
         marginal: the density of a coordinate.
         unit: decoded tokens are scaled to norm 1 (vLLM's "norm correction"); the stored norm stays that of the token.
 
-    Raises:
-        ConfigError: unknown gain or marginal.
-        Unsupported: other bits.
-
     Source: TurboQuant (arXiv 2504.19874), algorithm 1.
     """
 
@@ -232,10 +213,10 @@ class LloydMaxQuantizer(CodebookQuantizer):
         self,
         bits: int,
         extra_bits: int = 0,
-        gain: Gain | str = Gain.none,
+        gain: Gain | str = "none",
         least: int | None = None,
         most: int | None = None,
-        marginal: Marginal | str = Marginal.sphere,
+        marginal: Marginal | str = "sphere",
         unit: bool = False,
     ) -> None:
         bits += extra_bits
@@ -243,14 +224,14 @@ class LloydMaxQuantizer(CodebookQuantizer):
             bits = max(bits, least)
         if most is not None:
             bits = min(bits, most)
-        self.marginal = choice(Marginal, marginal, "marginal")
+        self.marginal: Marginal = choice(Marginal, marginal, "marginal")
         super().__init__(bits, gain, codebook, (self.marginal,), unit)
 
     def with_more_bits(self, extra: int, most: int) -> Quantizer:
         return more_bits(self, extra, most)
 
     def check(self, head_dim: int) -> None:
-        if self.marginal is Marginal.sphere:
+        if self.marginal == "sphere":
             super().check(head_dim)
 
 
@@ -258,12 +239,8 @@ _SAMPLES = 100_000  # of a coordinate, as in print
 _SUPPORT = 0.999  # of |T| lies within evenly spaced levels
 
 
-class Start(enum.Enum):
-    """Levels to begin with: evenly spaced or equally probable ones, or draws by squared distance."""
-
-    even = "even"
-    quantile = "quantile"
-    kmeans_plus_plus = "kmeans_plus_plus"
+Start = Literal["even", "quantile", "kmeans_plus_plus"]
+"""Levels to begin with: evenly spaced or equally probable ones, or draws by squared distance."""
 
 
 def levels_from(bits: int, dim: int, start: Start, steps: int = 0, seed: int = 5) -> Array:
@@ -276,9 +253,9 @@ def levels_from(bits: int, dim: int, start: Start, steps: int = 0, seed: int = 5
     Source: KVQuant++, section 2.2.1.
     """
     count = 2**bits
-    if start is Start.kmeans_plus_plus:
+    if start == "kmeans_plus_plus":
         levels = _drawn(count, dim, seed)
-    elif start is Start.even:
+    elif start == "even":
         end = float(quantile(np.array(_SUPPORT), dim))
         levels = np.linspace(-end, end, count)
     else:
@@ -309,19 +286,13 @@ class StartingCodebook(CodebookQuantizer):
         bits, gain: as `LloydMaxQuantizer` has them.
         start, steps, seed: see `levels_from`.
 
-    Raises:
-        ConfigError: unknown gain or start; negative steps or seed.
-        Unsupported: other than 1 to 8 bits.
-
     Source: KVQuant++, section 2.2.1.
     """
 
     version: ClassVar[int] = 1
     attended_as = "states"
 
-    def __init__(
-        self, bits: int, start: Start | str, gain: Gain | str = Gain.none, steps: int = 0, seed: int = 5
-    ) -> None:
+    def __init__(self, bits: int, start: Start | str, gain: Gain | str = "none", steps: int = 0, seed: int = 5) -> None:
         at_least("steps", steps, 0)
         check_seed("seed", seed)
         super().__init__(bits, gain, levels_from, (choice(Start, start, "start"), steps, seed))

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Mapping
 from functools import lru_cache
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import torch
 from jaxtyping import Float
@@ -13,7 +12,7 @@ from torch import Size, Tensor
 
 from kvq.codecs.calibrated import Calibrated, Moments, States, Tables, bind_codec, calibrated_parts, fit_codec
 from kvq.codecs.codec import Codec, check_nested
-from kvq.codecs.quantizers import Axis, Parts, Quantizer, choice, prefixed, to_stored, under
+from kvq.codecs.quantizers import Parts, Quantizer, choice, prefixed, to_stored, under
 from kvq.codecs.uniform import UniformQuantizer
 from kvq.errors import Unsupported, at_least, check_seed, require
 
@@ -24,11 +23,8 @@ RANDOMIZED_FROM = 64
 _PREFIX = "base."
 
 
-class Svd(enum.Enum):
-    """How the largest singular vectors are found: LAPACK's full decomposition, or `torch.svd_lowrank`."""
-
-    exact = "exact"
-    randomized = "randomized"
+Svd = Literal["exact", "randomized"]
+"""How the largest singular vectors are found: LAPACK's full decomposition, or `torch.svd_lowrank`."""
 
 
 class LowRankCorrection(Calibrated, Quantizer):
@@ -48,10 +44,6 @@ class LowRankCorrection(Calibrated, Quantizer):
     Stores the codec's parts as `base.<name>`, `left` and `right` (fp16): `[..., heads, tokens * rank, 1]` and
     `[..., heads, rank, head_dim]`, 16 rank (1/tokens + 1/head_dim) bits per element.
 
-    Raises:
-        ConfigError: an unknown decomposition, a rank below 1, negative numbers.
-        Unsupported: a codec that needs token positions, stores lists, or has a part that is learned.
-
     Source: KVQuant++, section 3.4. Halko, Martinsson and Tropp 2011 for the randomized decomposition.
     """
 
@@ -61,7 +53,7 @@ class LowRankCorrection(Calibrated, Quantizer):
         self,
         base: Codec,
         rank: int = 4,
-        svd: Svd | str = Svd.randomized,
+        svd: Svd | str = "randomized",
         oversample: int = 10,
         iterations: int = 2,
         seed: int = 3,
@@ -75,8 +67,8 @@ class LowRankCorrection(Calibrated, Quantizer):
         for setting, given, least in (("rank", rank, 1), ("oversample", oversample, 0), ("iterations", iterations, 0)):
             at_least(setting, given, least)
         check_seed("seed", seed)
-        self.base, self.rank, self.svd = base, rank, choice(Svd, svd, "svd")
-        self.oversample, self.iterations, self.seed = oversample, iterations, seed
+        self.base, self.rank, self.oversample, self.iterations, self.seed = base, rank, oversample, iterations, seed
+        self.svd: Svd = choice(Svd, svd, "svd")
 
     @property
     def bits(self) -> float | None:
@@ -101,7 +93,7 @@ class LowRankCorrection(Calibrated, Quantizer):
 
     def _factors(self, rest: Blocks) -> Factors:
         rank = min(self.rank, *rest.shape[-2:])
-        if self.svd is Svd.exact or rest.shape[-2] < RANDOMIZED_FROM:
+        if self.svd == "exact" or rest.shape[-2] < RANDOMIZED_FROM:
             return exact_svd(rest, rank)
         return randomized_svd(rest, rank, self.oversample, self.iterations, self.seed)
 
@@ -190,9 +182,6 @@ class SparseLowRank(Quantizer):
     Stores the backbone's parts; `extremes` (fp16) and `extremes_at` (16-bit indices); `left` and `right` (fp16), the
     factors of L: `[..., heads, tokens * rank, 1]` and `[..., heads, rank, head_dim]`.
 
-    Raises:
-        ConfigError: a sparsity outside [0, 1), a negative rank or buffer, no iteration.
-
     Source: GEAR (arXiv 2403.05527), section 3.
     """
 
@@ -230,7 +219,7 @@ class SparseLowRank(Quantizer):
 
     @property
     def _per_channel(self) -> bool:
-        return self.backbone.axis is Axis.per_channel
+        return self.backbone.axis == "per_channel"
 
     def _rank(self, tokens: int, dim: int) -> int:
         return min(self.rank if tokens > self.buffer else self.buffer_rank, tokens, dim)

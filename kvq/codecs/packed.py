@@ -27,11 +27,7 @@ _WIDTHS = (8, 4, 2, 1)
 
 
 def plane_widths(bits: int) -> tuple[int, ...]:
-    """Widths in bits of the planes that hold a `bits`-bit code, widest (lowest bits) first: 3 -> (2, 1), 16 -> (8, 8).
-
-    Raises:
-        ConfigError: when `bits` is not in 1-16.
-    """
+    """Widths in bits of the planes that hold a `bits`-bit code, widest (lowest bits) first: 3 -> (2, 1)."""
     if not 1 <= bits <= MAX_BITS:
         raise ConfigError(f"bits={bits}: codes of 1 to {MAX_BITS} bits can be packed")
     widths, left = [], bits

@@ -22,22 +22,20 @@ from kvq.codecs.stages import Stage
 from kvq.errors import ConfigError, Unsupported, at_least, check_choice, check_seed
 
 
-class GroupedIndices:
-    """Mixin of quantizers whose `channels` contiguous channels share one `code_bits`-bit index into centroids."""
+class GroupedIndices(Quantizer):
+    """`channels` contiguous channels share one `code_bits`-bit index into centroids."""
 
-    channels: int
-    code_bits: int
+    token_group = 1
 
-    @staticmethod
-    def check_indices(channels: int, code_bits: int) -> None:
-        """Raises: ConfigError: a number below 1. Unsupported: an index of more than 16 bits."""
+    def __init__(self, channels: int, code_bits: int, iterations: int) -> None:
         at_least("channels", channels, 1)
         at_least("code_bits", code_bits, 1)
         if code_bits > MAX_BITS:
             raise Unsupported(f"code_bits={code_bits}: an index of coupled channels has 1 to {MAX_BITS} bits")
+        at_least("iterations", iterations, 1)
+        self.channels, self.code_bits, self.iterations = channels, code_bits, iterations
 
-    def check_groups(self, head_dim: int) -> None:
-        """Raises: Unsupported: a head dim that is no multiple of `channels`."""
+    def check(self, head_dim: int) -> None:
         if head_dim % self.channels:
             raise Unsupported(f"head_dim={head_dim}: {self.channels} channels are coupled at a time")
 
@@ -66,7 +64,7 @@ class GroupedIndices:
         return found.view(*codes.shape[:-1], -1)
 
 
-class CoupledQuantizer(GroupedIndices, Calibrated, Quantizer):
+class CoupledQuantizer(Calibrated, GroupedIndices):
     """`channels` contiguous channels of a head share one `code_bits`-bit index: 4 and 9 give 2.25 bits, 8 and 10 1.25.
 
     Args:
@@ -79,16 +77,11 @@ class CoupledQuantizer(GroupedIndices, Calibrated, Quantizer):
     Stores `codes.<plane>` `[..., heads, tokens, head_dim / channels]`. The centroids, one set for each layer, head and
     group of channels, are tables of the calibration.
 
-    Raises:
-        ConfigError: a number below 1, another dtype.
-        Unsupported: an index of more than 16 bits.
-
     Source: CQ (arXiv 2405.03917): k-means weighted by the sum of squared gradients of the coupled channels; the
     nearest centroid by plain L2.
     """
 
     version: ClassVar[int] = 1
-    token_group = 1
 
     def __init__(
         self,
@@ -98,15 +91,12 @@ class CoupledQuantizer(GroupedIndices, Calibrated, Quantizer):
         weighted: bool = True,
         centroids: Literal["float16", "float8_e5m2"] = "float16",
     ) -> None:
-        self.check_indices(channels, code_bits)
-        at_least("iterations", iterations, 1)
+        super().__init__(channels, code_bits, iterations)
         check_choice("centroids", centroids, ("float16", "float8_e5m2"))
-        self.channels, self.code_bits, self.iterations = channels, code_bits, iterations
         self.wants_gradients, self.centroids = weighted, centroids
 
     def check(self, head_dim: int) -> None:
-        """Raises: Unsupported: a head dim that is no multiple of `channels`, or not that of the calibration."""
-        self.check_groups(head_dim)
+        GroupedIndices.check(self, head_dim)
         super().check(head_dim)
 
     @property
@@ -142,7 +132,7 @@ class CoupledQuantizer(GroupedIndices, Calibrated, Quantizer):
 _BOOK = "codebook"
 
 
-class ProductQuantizer(GroupedIndices, Quantizer):
+class ProductQuantizer(GroupedIndices):
     """`channels` contiguous channels share one `code_bits`-bit index: 4 and 8 give 2 bits, codebooks not counted.
 
     Each of the head_dim / channels groups has a codebook of 2^code_bits entries, shared by the heads of a layer. It is
@@ -157,30 +147,19 @@ class ProductQuantizer(GroupedIndices, Quantizer):
 
     Stores `codes.<plane>` `[..., heads, tokens, head_dim / channels]`.
 
-    Raises:
-        ConfigError: a number below 1.
-        Unsupported: an index of more than 16 bits.
-
     Source: KVQuant++, section 3.5; Jégou, Douze and Schmid 2011.
     """
 
     version: ClassVar[int] = 1
-    token_group = 1
 
     def __init__(
         self, channels: int = 4, code_bits: int = 8, iterations: int = 10, rows: int = 4096, seed: int = 4
     ) -> None:
-        self.check_indices(channels, code_bits)
-        at_least("iterations", iterations, 1)
+        super().__init__(channels, code_bits, iterations)
         at_least("rows", rows, 1)
         check_seed("seed", seed)
-        self.channels, self.code_bits = channels, code_bits
-        self.iterations, self.rows, self.seed = iterations, rows, seed
+        self.rows, self.seed = rows, seed
         self._book: Float[Tensor, "batch groups count channels"] | None = None
-
-    def check(self, head_dim: int) -> None:
-        """Raises: Unsupported: a head dim that is no multiple of `channels`."""
-        self.check_groups(head_dim)
 
     def fit(self, x: Float[Tensor, "batch heads tokens dim"]) -> Float[Tensor, "batch 1 entries channels"]:
         """Codebooks of each sequence in fp16, group after group; those of a sequence do not depend on the others."""
@@ -224,10 +203,6 @@ class PrefillCodec(Codec):
     the sequence; `for_later_tokens` encodes later tokens by them. So a block's codes depend on the first tokens and on
     the block, in whatever forwards its tokens came: all tokens of a prompt that leave full precision together, or the
     first block where tokens come one by one.
-
-    Raises:
-        ConfigError: another quantizer.
-        Unsupported: a stage that computes over several tokens, because codebooks are fitted to all blocks at once.
 
     Source: KVQuant++, section 3.5.
     """

@@ -4,54 +4,31 @@ from __future__ import annotations
 
 import abc
 import copy
-import enum
 import math
 from collections.abc import Iterable, Mapping
-from typing import ClassVar, Literal, Protocol, TypeVar, runtime_checkable
+from typing import Any, ClassVar, Literal, TypeVar, get_args
 
 import torch
 from torch import Tensor
 
-from kvq.errors import ConfigError, Unsupported, did_you_mean, require
+from kvq.errors import Unsupported, check_choice, require
 
 Parts = dict[str, Tensor]
-_Kind = TypeVar("_Kind", bound=enum.Enum)
-_Bits = TypeVar("_Bits", bound="_HasBits")
+_Coded = TypeVar("_Coded", bound="CodeQuantizer")
+
+Axis = Literal["per_channel", "per_token"]
+"""The group that shares statistics: tokens of one channel, or channels of one token."""
+Gain = Literal["none", "l2", "norm", "parallel", "unit"]
+"""One factor per head and token, computed from x and its reconstruction x̂.
+
+`l2` (x·x̂)/(x̂·x̂), `norm` |x|/|x̂| and `parallel` |x|²/(x·x̂) are NSNQuant's strategies 1-3; `unit` is 1/|x̂| (nsn).
+"""
 
 
-@runtime_checkable
-class _HasBits(Protocol):
-    bits: int
-
-
-class Axis(enum.Enum):
-    """The group that shares statistics: tokens of one channel, or channels of one token."""
-
-    per_channel = "per_channel"
-    per_token = "per_token"
-
-
-class Gain(enum.Enum):
-    """One factor per head and token, computed from x and its reconstruction x̂.
-
-    `l2` (x·x̂)/(x̂·x̂), `norm` |x|/|x̂| and `parallel` |x|²/(x·x̂) are NSNQuant's strategies 1-3; `unit` is 1/|x̂| (nsn).
-    """
-
-    none = "none"
-    l2 = "l2"
-    norm = "norm"
-    parallel = "parallel"
-    unit = "unit"
-
-
-def choice(kind: type[_Kind], value: object, setting: str) -> _Kind:
-    """The member of `kind` named by `value`. Raises: ConfigError: naming the setting and the allowed values."""
-    if isinstance(value, kind):
-        return value
-    names = [member.name for member in kind]
-    if value not in names:
-        raise ConfigError(f"{setting}={value}: one of {', '.join(names)}.{did_you_mean(str(value), names)}")
-    return kind[str(value)]
+def choice(kind: Any, value: str, setting: str) -> Any:
+    """The value, which is one of the names of the `Literal` that is its `kind`."""
+    check_choice(setting, value, get_args(kind))
+    return value
 
 
 def to_stored(x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -87,7 +64,7 @@ class Quantizer(abc.ABC):
             `JointTransform` made of all heads, with a row of each part for a token; None: it cannot.
     """
 
-    gain: Gain = Gain.none
+    gain: Gain = "none"
     token_group: int | None = None
     variable_rows = False
     attended_as: Literal["states", "components"] | None = None
@@ -140,7 +117,7 @@ def shared_group(groups: Iterable[int | None]) -> int | None:
     return None if None in known else math.lcm(*filter(None, known))
 
 
-def more_bits(quantizer: _Bits, extra: int, most: int) -> _Bits:
+def more_bits(quantizer: _Coded, extra: int, most: int) -> _Coded:
     """A copy with `bits` raised by `extra`, but not above `most`."""
     other = copy.copy(quantizer)
     other.bits = max(quantizer.bits, min(quantizer.bits + extra, most))

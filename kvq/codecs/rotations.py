@@ -8,7 +8,6 @@ Eigenvectors are made not to depend on the processor: a sign is free, and so is 
 
 from __future__ import annotations
 
-import enum
 import itertools
 from functools import lru_cache
 from typing import ClassVar, Literal
@@ -117,9 +116,6 @@ class Hadamard(Rotation):
             power of two that divides it.
         interleaved: the even and the odd ones of 2n consecutive channels are rotated apart (ExLlamaV2).
         normalized: divide by sqrt(n); else `x H_n`, undone by `y H_nᵀ / n`; stored scales are then larger by sqrt(n).
-
-    Raises:
-        ConfigError: a block below 1, `interleaved` without a block.
     """
 
     version: ClassVar[int] = 1
@@ -144,7 +140,6 @@ class Hadamard(Rotation):
         return head_dim if self.block is None else self.block
 
     def check(self, head_dim: int) -> None:
-        """Raises: Unsupported: orders that are no power of two, nor one times 12, 20 or 28; blocks that do not fit."""
         size = self.block_size(head_dim)
         span = size * (1 + self.interleaved)
         if head_dim % span:
@@ -166,15 +161,11 @@ class Hadamard(Rotation):
         return x if self.normalized else x / self.block_size(y.shape[-1])
 
 
-class Draw(enum.Enum):
-    """How a random sign is drawn from torch's generator: an integer below 2, or a Bernoulli variable (vLLM).
+Draw = Literal["integer", "bernoulli", "flips"]
+"""How a random sign is drawn from torch's generator: an integer below 2, or a Bernoulli variable (vLLM).
 
-    1 is a plus; of `flips` (vLLM's Octave), an integer too, it is a minus.
-    """
-
-    integer = "integer"
-    bernoulli = "bernoulli"
-    flips = "flips"
+1 is a plus; of `flips` (vLLM's Octave), an integer too, it is a minus.
+"""
 
 
 class RandomizedHadamard(Hadamard):
@@ -194,10 +185,11 @@ class RandomizedHadamard(Hadamard):
         block: int | Literal["power_of_two"] | None = None,
         interleaved: bool = False,
         normalized: bool = True,
-        draw: Draw | str = Draw.integer,
+        draw: Draw | str = "integer",
     ) -> None:
         super().__init__(block, interleaved, normalized)
-        self.seed, self.draw = seed, choice(Draw, draw, "draw")
+        self.seed = seed
+        self.draw: Draw = choice(Draw, draw, "draw")
 
     def matrix(self, head_dim: int, like: Tensor) -> Tensor:
         return _signs(head_dim, self.seed, self.draw, like.dtype, like.device) * super().matrix(head_dim, like)
@@ -229,11 +221,11 @@ def _hadamard(
 @lru_cache(maxsize=64)
 def _signs(dim: int, seed: int, draw: Draw, dtype: torch.dtype, device: torch.device) -> Float[Tensor, "dim 1"]:
     generator = torch.Generator().manual_seed(seed)
-    if draw is Draw.bernoulli:
+    if draw == "bernoulli":
         ones = torch.bernoulli(torch.full((dim, 1), 0.5), generator=generator)
     else:
         ones = torch.randint(0, 2, (dim, 1), generator=generator)
-        ones = 1 - ones if draw is Draw.flips else ones
+        ones = 1 - ones if draw == "flips" else ones
     return (ones * 2 - 1).to(device=device, dtype=dtype)
 
 

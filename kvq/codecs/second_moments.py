@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import enum
 import itertools
 import re
 from collections.abc import Mapping, Sequence
@@ -23,14 +22,8 @@ _LEAST = 1e-12  # of the largest eigenvalue: components below it have no varianc
 _NOTHING = 1e-30  # an eigenvalue of a metric that is 0
 FOLDED = "folded_"
 """Begins the names of tables that are part of the model's weights, and are not counted."""
-
-
-class Metric(enum.Enum):
-    """What of the Fisher information F counts: `full`, `diagonal`, or `none`: only its mean (KLT of the states)."""
-
-    full = "full"
-    diagonal = "diagonal"
-    none = "none"
+Metric = Literal["full", "diagonal", "none"]
+"""What of the Fisher information F counts: `full`, `diagonal`, or `none`: only its mean (KLT of the states)."""
 
 
 @dataclass(frozen=True)
@@ -148,9 +141,6 @@ class FisherTransform(JointTransform):
     `last_inverse` of a smaller last group, with an m of its own; `order` `[1, used]`: which of the components is which,
     of one group after the other. The quantizer behind keeps λ as its weights. Integers: `codes`, in the place of
     `inverse`, rows after each other, `steps` `[groups, m, 1]` in fp32, `row_bits` `[groups, m]` in uint8.
-
-    Raises:
-        ConfigError: an unknown metric or dtype, a number out of range.
     """
 
     # 1 also since the signs of eigenvectors are fixed: they are a free choice, which LAPACK's rounding made before.
@@ -159,7 +149,7 @@ class FisherTransform(JointTransform):
 
     def __init__(
         self,
-        metric: Metric | str = Metric.full,
+        metric: Metric | str = "full",
         heads_together: int | None = None,
         ridge: float | int | Literal["ledoit_wolf"] = 0.01,
         mixing: float | int | Literal["ledoit_wolf"] = 0.0,
@@ -168,7 +158,7 @@ class FisherTransform(JointTransform):
         with_values: bool = False,
         folded: bool = False,
     ) -> None:
-        self.metric = choice(Metric, metric, "metric")
+        self.metric: Metric = choice(Metric, metric, "metric")
         if heads_together is not None:
             at_least("heads_together", heads_together, 1)
         at_least("left_out", left_out, 0)
@@ -253,11 +243,11 @@ class FisherTransform(JointTransform):
         fisher, shrunk = moments.fisher, self.ridge == LEDOIT_WOLF
         base = fisher.diagonal().mean().clamp_min(torch.finfo(torch.float64).tiny)
         mean = base * torch.eye(len(fisher), dtype=fisher.dtype)
-        if self.metric is Metric.none:
+        if self.metric == "none":
             return mean
         if shrunk:
             fisher = _shrunk(fisher, moments.fisher_fourth, moments.tokens)
-        kept = fisher if self.metric is Metric.full else fisher.diagonal().diag()
+        kept = fisher if self.metric == "full" else fisher.diagonal().diag()
         return kept if shrunk else kept + float(self.ridge) * mean
 
     def trimmed(self, tables: Tables, used: int) -> Tables:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import enum
 import math
 from functools import lru_cache
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import torch
 from jaxtyping import Float
@@ -13,23 +12,18 @@ from torch import Size, Tensor
 
 from kvq.codecs.lloyd_max import MAX_BITS, LloydMaxQuantizer, Marginal
 from kvq.codecs.packed import pack, unpack
-from kvq.codecs.quantizers import Parts, Quantizer, choice, more_bits, to_stored
+from kvq.codecs.quantizers import CodeQuantizer, Parts, Quantizer, choice, more_bits, to_stored
 from kvq.codecs.rotations import per_block, rotation
 from kvq.errors import ConfigError, Unsupported, at_least
 
+Sketch = Literal["gaussian", "orthogonal", "identity"]
+"""Rows of the sketch: independent Gaussians (QJL, TurboQuant), or orthogonal directions of the same length.
 
-class Sketch(enum.Enum):
-    """Rows of the sketch: independent Gaussians (QJL, TurboQuant), or orthogonal directions of the same length.
-
-    `identity`: no sketch. A sign stands for the coordinate of the error itself, of its root mean square (LMDeploy).
-    """
-
-    gaussian = "gaussian"
-    orthogonal = "orthogonal"
-    identity = "identity"
+`identity`: no sketch. A sign stands for the coordinate of the error itself, of its root mean square (LMDeploy).
+"""
 
 
-class InnerProductQuantizer(Quantizer):
+class InnerProductQuantizer(CodeQuantizer):
     """TurboQuant-prod: b-1 bits of `LloydMaxQuantizer`, one sign bit per coordinate of S·r for the error r, and |r|.
 
     Decoding adds |r| / (D c) · Sᵀ sign(S r), where c = E|s·u| for a unit vector u: √(2/π) for Gaussian rows. Over draws
@@ -45,10 +39,6 @@ class InnerProductQuantizer(Quantizer):
 
     Stores `codes.<plane>`, `signs` (one bit per coordinate) and `rest` (|r|, fp16). No gain: that would bias it.
 
-    Raises:
-        ConfigError: unknown sketch or marginal.
-        Unsupported: other bits.
-
     Source: TurboQuant (arXiv 2504.19874), algorithm 2; QJL (arXiv 2406.03482), definition 3.1.
     """
 
@@ -58,17 +48,17 @@ class InnerProductQuantizer(Quantizer):
     def __init__(
         self,
         bits: int,
-        sketch: Sketch | str = Sketch.gaussian,
+        sketch: Sketch | str = "gaussian",
         seed: int = 1,
         extra_bits: int = 0,
-        marginal: Marginal | str = Marginal.sphere,
+        marginal: Marginal | str = "sphere",
     ) -> None:
         self.bits, self.seed = bits + extra_bits, seed
         if not 2 <= self.bits <= MAX_BITS:
             raise Unsupported(
                 f"bits={self.bits}: the inner-product form has 2 to {MAX_BITS} bits, one of them for signs"
             )
-        self.sketch = choice(Sketch, sketch, "sketch")
+        self.sketch: Sketch = choice(Sketch, sketch, "sketch")
         self._codes = LloydMaxQuantizer(self.bits - 1, marginal=marginal)
 
     @property
@@ -87,7 +77,7 @@ class InnerProductQuantizer(Quantizer):
         parts = self._codes.encode(x, dtype)
         rest = x - self._codes.decode(parts, x.shape, x.dtype)
         norm = torch.linalg.vector_norm(rest, dim=-1, keepdim=True)
-        if self.sketch is Sketch.identity:
+        if self.sketch == "identity":
             negative, norm = rest < 0, norm / x.shape[-1] ** 0.5
         else:
             negative = per_block(rest, sketch_matrix(self.sketch, x.shape[-1], self.seed, x.dtype, x.device).mT) < 0
@@ -96,7 +86,7 @@ class InnerProductQuantizer(Quantizer):
     def decode(self, parts: Parts, shape: Size, dtype: torch.dtype) -> Float[Tensor, "*lead heads tokens dim"]:
         x = self._codes.decode({k: part for k, part in parts.items() if k.startswith("codes.")}, shape, dtype)
         signs = unpack([parts["signs"]], 1, shape[-2]).to(dtype).mul_(-2).add_(1)
-        if self.sketch is Sketch.identity:
+        if self.sketch == "identity":
             return torch.addcmul(x, signs, parts["rest"].to(dtype))
         estimate = per_block(signs, sketch_matrix(self.sketch, shape[-1], self.seed, dtype, signs.device))
         scale = parts["rest"].to(dtype) / (shape[-1] * sketch_constant(self.sketch, shape[-1]))
@@ -108,7 +98,7 @@ def sketch_matrix(
     sketch: Sketch, dim: int, seed: int, dtype: torch.dtype, device: torch.device
 ) -> Float[Tensor, "dim dim"]:
     """S, one direction per row."""
-    if sketch is Sketch.orthogonal:
+    if sketch == "orthogonal":
         return (rotation(dim, seed, torch.float64, torch.device("cpu")) * dim**0.5).to(device, dtype)
     matrix = torch.randn(dim, dim, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
     return matrix.to(device, dtype)
@@ -116,7 +106,7 @@ def sketch_matrix(
 
 def sketch_constant(sketch: Sketch, dim: int) -> float:
     """E|s·u| of a row s and a unit vector u: √(2/π); for rows of length √D, √D times E|coordinate of the sphere|."""
-    if sketch is Sketch.gaussian:
+    if sketch == "gaussian":
         return math.sqrt(2 / math.pi)
     return math.sqrt(dim / math.pi) * math.exp(math.lgamma(dim / 2) - math.lgamma((dim + 1) / 2))
 
@@ -142,10 +132,6 @@ class SketchQuantizer(Quantizer):
     `channels` (one byte per outlier channel and group); the norm of the other channels follows from the two. Relative
     error of one decoded key is large by design: about (π/2) / ratio.
 
-    Raises:
-        ConfigError: no coordinates, a negative number of outliers, an unknown sketch, a group without tokens, more
-            shared rows than there are.
-
     Source: QJL (arXiv 2406.03482), definition 3.1; sizes, rows and norms of its released LongBench run.
     """
 
@@ -158,7 +144,7 @@ class SketchQuantizer(Quantizer):
         outlier_ratio: int = 2,
         shared_rows: bool = True,
         group_size: int | None = 32,
-        sketch: Sketch | str = Sketch.orthogonal,
+        sketch: Sketch | str = "orthogonal",
         seed: int = 1,
     ) -> None:
         at_least("ratio", ratio, 1)
@@ -169,7 +155,7 @@ class SketchQuantizer(Quantizer):
             raise ConfigError(f"outlier_ratio={outlier_ratio}: at most ratio ({ratio}) where shared_rows=true")
         self.ratio, self.outliers, self.outlier_ratio, self.seed = ratio, outliers, outlier_ratio, seed
         self.shared_rows, self.group_size = shared_rows, group_size
-        self.sketch = choice(Sketch, sketch, "sketch")
+        self.sketch: Sketch = choice(Sketch, sketch, "sketch")
 
     @property
     def token_group(self) -> int | None:  # type: ignore[override]
@@ -177,7 +163,6 @@ class SketchQuantizer(Quantizer):
         return self.group_size if self.outliers else 1
 
     def check(self, head_dim: int) -> None:
-        """Raises: Unsupported: no channels but outliers, or more channels than a byte can name."""
         if self.outliers >= head_dim:
             raise Unsupported(f"outliers={self.outliers}: head_dim={head_dim} leaves no other channels")
         if self.outliers and head_dim > 256:
@@ -240,7 +225,7 @@ def tall_sketch(
     sketch: Sketch, ratio: int, dim: int, seed: int, dtype: torch.dtype, device: torch.device
 ) -> Float[Tensor, "coordinates dim"]:
     """S with `ratio * dim` rows, one direction per row; orthogonal ones in blocks of `dim`."""
-    if sketch is Sketch.orthogonal:
+    if sketch == "orthogonal":
         blocks = [rotation(dim, 1000 * seed + i, torch.float64, torch.device("cpu")) for i in range(ratio)]
         return (torch.cat(blocks) * dim**0.5).to(device, dtype)
     generator = torch.Generator().manual_seed(seed)

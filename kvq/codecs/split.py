@@ -25,9 +25,6 @@ class Split(Quantizer):
     Attributes:
         axis: the axis that is divided, -1 (channels) or -2 (tokens).
         codecs: codec by the name of its group, in the order of the groups' numbers.
-
-    Raises:
-        Unsupported: a codec that needs token positions or stores lists.
     """
 
     axis: int
@@ -43,7 +40,6 @@ class Split(Quantizer):
         return other
 
     def check(self, head_dim: int) -> None:
-        """Raises: Unsupported: a codec that cannot work on the head dim."""
         for codec in self.codecs.values():
             codec.check(head_dim)
 
@@ -130,10 +126,6 @@ class TokenSplit(TwoWaySplit):
         per_head: every KV head has its own salient tokens and mask (ZipCache's released code); else all heads of a
             layer share one.
 
-    Raises:
-        ConfigError: a share outside 0 to 1.
-        Unsupported: a codec that needs token positions.
-
     Source: ZipCache (arXiv 2405.14256), section 4; kvquant-plus-plus, section 3.1 (half of the tokens at one bit more,
     half at one bit less).
     """
@@ -187,10 +179,6 @@ class TokenTiers(Split):
 
     Args:
         tiers: 2 to 4 codecs that encode each token on its own.
-
-    Raises:
-        ConfigError: another number of codecs.
-        Unsupported: a codec whose tokens share statistics, or that needs token positions.
 
     Source: kvquant-plus-plus, section 3.3.
     """
@@ -264,10 +252,6 @@ class HeadsCodec(Codec):
 
     Args:
         codecs: one for each head, equal objects for heads of equal settings; None: the head stays in full precision.
-
-    Raises:
-        ConfigError: no codec at all.
-        Unsupported: heads in another number than codecs, when states are encoded.
     """
 
     version: ClassVar[int] = 1

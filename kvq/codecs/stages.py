@@ -7,9 +7,8 @@ A stage maps `[..., heads, tokens, head_dim]` to the same shape and may keep sid
 from __future__ import annotations
 
 import abc
-import enum
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 from jaxtyping import Float
@@ -80,10 +79,6 @@ class DoubleQuant:
         signed: step max|x| / (2^(b-1) - 1), codes ±(2^(b-1) - 1); else x >= 0, step max / (2^b - 1) and codes from 1
             up: code 0 is a true zero, so a value far below its group's maximum never becomes one.
 
-    Raises:
-        ConfigError: unknown axis or a group size below 1.
-        Unsupported: bits that a code cannot have.
-
     Source: NSNQuant (arXiv 2505.18231), section 3.5; QLoRA (arXiv 2305.14314), section 3.
     """
 
@@ -93,12 +88,12 @@ class DoubleQuant:
         require(2 <= bits <= MAX_BITS, "double_quant.bits", bits, f"2 to {MAX_BITS}", Unsupported)
         check_group("double_quant.group_size", group_size, "one group")
         self.bits, self.group_size, self.signed = bits, group_size, signed
-        self.axis = choice(Axis, axis, "double_quant.axis")
+        self.axis: Axis = choice(Axis, axis, "double_quant.axis")
         self._top = 2 ** (bits - 1) - 1 if signed else 2**bits - 1
 
     def _turned(self, x: Tensor) -> Tensor:
         """The grouped axis as rows; its own inverse."""
-        return x if self.axis is Axis.per_channel else x.mT
+        return x if self.axis == "per_channel" else x.mT
 
     def encode(self, x: Float[Tensor, "*lead rows columns"]) -> Parts:
         """`codes.<plane>` (uint8) and `step` (fp16)."""
@@ -118,7 +113,7 @@ class DoubleQuant:
 
     def decode(self, parts: Mapping[str, Tensor], rows: int, columns: int, dtype: torch.dtype) -> Tensor:
         """`step * code` as `[..., rows, columns]`, from the stored step."""
-        length = rows if self.axis is Axis.per_channel else columns
+        length = rows if self.axis == "per_channel" else columns
         parts = {name: self._turned(part) for name, part in parts.items()}
         codes = unpack_parts(parts, self.bits, length).to(dtype)
         if self.signed:
@@ -128,11 +123,8 @@ class DoubleQuant:
         return self._turned(codes * step)
 
 
-class Scope(enum.Enum):
-    """The channels that a token's norm covers: those of each head, or those of all heads together."""
-
-    head = "head"
-    token = "token"
+Scope = Literal["head", "token"]
+"""The channels that a token's norm covers: those of each head, or those of all heads together."""
 
 
 class TokenNorm(Stage):
@@ -145,24 +137,19 @@ class TokenNorm(Stage):
             its error. None = fp16.
 
     An all-zero token stores 0 and decodes to zeros.
-
-    Raises:
-        ConfigError: unknown scope.
     """
 
     version: ClassVar[int] = 1
 
-    def __init__(
-        self, scope: Scope | str = Scope.head, rms: bool = False, double_quant: DoubleQuant | None = None
-    ) -> None:
-        self.scope = choice(Scope, scope, "scope")
+    def __init__(self, scope: Scope | str = "head", rms: bool = False, double_quant: DoubleQuant | None = None) -> None:
+        self.scope: Scope = choice(Scope, scope, "scope")
         self.rms = rms
         self.double_quant = double_quant
 
     @property
     def takes_gain(self) -> bool:  # type: ignore[override]
         """Only a norm per head and token, stored in fp16, can absorb a gain per head and token without much loss."""
-        return self.scope is Scope.head and self.double_quant is None
+        return self.scope == "head" and self.double_quant is None
 
     @property
     def token_group(self) -> int | None:  # type: ignore[override]
@@ -170,10 +157,10 @@ class TokenNorm(Stage):
         return 1 if self.double_quant is None else None
 
     def forward(self, x: Tensor) -> tuple[Tensor, Side]:
-        over = (-1,) if self.scope is Scope.head else (-3, -1)
+        over = (-1,) if self.scope == "head" else (-3, -1)
         norm = torch.linalg.vector_norm(x, dim=over, keepdim=True)
         if self.rms:
-            count = x.shape[-1] * (x.shape[-3] if self.scope is Scope.token else 1)
+            count = x.shape[-1] * (x.shape[-3] if self.scope == "token" else 1)
             norm = norm / count**0.5
         side = stored_side("scale", norm, self.double_quant)
         norm = restored("scale", side, self.double_quant, x.shape[-2], 1, x.dtype)
@@ -205,13 +192,8 @@ def restored(
 
 WEISZFELD_STEPS = 32
 """On blocks of 64 normalized tokens the 32nd step moves the centre by less than fp16 resolves."""
-
-
-class Center(enum.Enum):
-    """The vector that is subtracted: the mean of the tokens, or their geometric median."""
-
-    mean = "mean"
-    median = "median"
+Center = Literal["mean", "median"]
+"""The vector that is subtracted: the mean of the tokens, or their geometric median."""
 
 
 class ChannelShift(Stage):
@@ -220,20 +202,17 @@ class ChannelShift(Stage):
     Args:
         center: `mean` (NSNQuant, section 3.2), or `median`: the geometric median (appendix D.1).
         double_quant: store the vector in a few bits; the decoded vector is subtracted. None = fp16.
-
-    Raises:
-        ConfigError: unknown center.
     """
 
     version: ClassVar[int] = 1
 
-    def __init__(self, center: Center | str = Center.mean, double_quant: DoubleQuant | None = None) -> None:
-        self.center = choice(Center, center, "center")
+    def __init__(self, center: Center | str = "mean", double_quant: DoubleQuant | None = None) -> None:
+        self.center: Center = choice(Center, center, "center")
         self.double_quant = double_quant
 
     def forward(self, x: Tensor) -> tuple[Tensor, Side]:
         offset = x.mean(-2, keepdim=True)
-        if self.center is Center.median:
+        if self.center == "median":
             offset = geometric_median(x, offset)
         side = stored_side("offset", offset, self.double_quant)
         offset = restored("offset", side, self.double_quant, 1, x.shape[-1], x.dtype)

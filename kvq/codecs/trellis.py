@@ -203,13 +203,13 @@ def encode(
         found = [trellis_gpu.codes_of(piece.contiguous(), fields, weights, table) for piece in x.split(rows)]
         return write(torch.cat(found), layout)
     if compiled(x.device.type):
-        from kvq.codecs.trellis_loops import loops_for
+        from kvq.codecs.trellis_loops import searcher, writer
 
-        loops, widths = loops_for(memory), np.array(layout.widths, np.uint8)
+        widths = np.array(layout.widths, np.uint8)
         codes = np.zeros(x.shape, np.uint8)
-        loops.search(x.contiguous().numpy(), widths, weights.contiguous().numpy(), table.numpy(), codes)
+        searcher(memory)(x.contiguous().numpy(), widths, weights.contiguous().numpy(), table.numpy(), codes)
         strings = np.zeros((len(x), layout.nbytes), np.uint8)
-        loops.write(codes, widths, strings)
+        writer()(codes, widths, strings)
         return torch.from_numpy(strings)
     rows = max(1, _TOGETHER // (2**memory * max(1, x.shape[1])))
     return torch.cat([write(_search(piece, weights, layout, memory), layout) for piece in x.split(rows)])

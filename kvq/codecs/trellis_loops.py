@@ -3,32 +3,13 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, no_type_check
+from typing import no_type_check
 
 import numba
 import numpy as np
 
 _OPTIONS = {"nogil": True, "error_model": "numpy", "boundscheck": False, "fastmath": False}
 _WIDEST = 8
-
-
-@dataclass(frozen=True)
-class Loops:
-    """Compiled for 2^`memory` states.
-
-    `search(x, widths, weights, books, codes)`: codes of least error; `write(codes, widths, strings)`.
-    """
-
-    search: Callable[..., Any]
-    write: Callable[..., Any]
-
-
-@functools.cache
-def loops_for(memory: int) -> Loops:
-    """Compile (each at its first call) the loops for 2^`memory` states."""
-    return Loops(_search(memory), _write())
 
 
 @no_type_check
@@ -71,8 +52,11 @@ def _step(memory, width):
     return step
 
 
+@functools.cache
 @no_type_check
-def _search(memory):
+def searcher(memory):
+    """The loop `search(x, widths, weights, books, codes)`: the codes of least error among 2^`memory` states."""
+
     states = 1 << memory
     steps = tuple(_step(memory, min(width, memory)) for width in range(1, _WIDEST + 1))
     one, two, three, four, five, six, seven, eight = steps
@@ -119,7 +103,9 @@ def _search(memory):
 
 @functools.cache
 @no_type_check
-def _write():
+def writer():
+    """The loop `write(codes, widths, strings)`."""
+
     @numba.njit(**_OPTIONS)
     def write(codes, widths, strings):
         rows, components = codes.shape

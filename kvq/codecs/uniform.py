@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import enum
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import torch
 from jaxtyping import Float
@@ -17,61 +16,32 @@ _INT16_MAX = 32767
 _FP16_TINY = 2.0**-24  # the smallest positive number
 
 
-class Rounding(enum.Enum):
-    """The whole number that a value becomes.
+Rounding = Literal["even", "up", "down", "away", "truncate"]
+"""The whole number that a value becomes.
 
-    `even`, `up`, `down` and `away` are the nearest one, and differ where a value is halfway between two: IEEE's
-    default, floor(x + 1/2), ceil(x - 1/2), and C's `roundf`. `truncate` drops the fraction, as a cast to an integer.
-    """
+`even`, `up`, `down` and `away` are the nearest one, and differ where a value is halfway between two: IEEE's
+default, floor(x + 1/2), ceil(x - 1/2), and C's `roundf`. `truncate` drops the fraction, as a cast to an integer.
+"""
+Levels = Literal["odd", "full", "midpoint"]
+"""Levels of a symmetric grid, with m = 2^(b-1).
 
-    even = "even"
-    up = "up"
-    down = "down"
-    away = "away"
-    truncate = "truncate"
-
-
-class Levels(enum.Enum):
-    """Levels of a symmetric grid, with m = 2^(b-1).
-
-    `odd`: scale max|x| / (m - 1), codes ±(m - 1). `full`: scale max|x| / m, codes -m to m - 1, so that a largest value
-    that is positive is clipped. `midpoint`: scale max|x| and levels (code + 1/2) / m, of which none is 0.
-    """
-
-    odd = "odd"
-    full = "full"
-    midpoint = "midpoint"
-
-
-class ScaleDtype(enum.Enum):
-    """Dtype in which scales and offsets are stored."""
-
-    float16 = "float16"
-    bfloat16 = "bfloat16"
-    float32 = "float32"
-
-    @property
-    def torch(self) -> torch.dtype:
-        return _DTYPES[self]
-
-
-_DTYPES = {
-    ScaleDtype.float16: torch.float16,
-    ScaleDtype.bfloat16: torch.bfloat16,
-    ScaleDtype.float32: torch.float32,
-}
+`odd`: scale max|x| / (m - 1), codes ±(m - 1). `full`: scale max|x| / m, codes -m to m - 1, so that a largest value
+that is positive is clipped. `midpoint`: scale max|x| and levels (code + 1/2) / m, of which none is 0.
+"""
+ScaleDtype = Literal["float16", "bfloat16", "float32"]
+"""Dtype in which scales and offsets are stored."""
 
 
 def whole(steps: Tensor, rounding: Rounding) -> Tensor:
     """`steps` as whole numbers; may overwrite its argument."""
-    if rounding is Rounding.even:
+    if rounding == "even":
         return steps.round_()
-    if rounding is Rounding.up:
+    if rounding == "up":
         return steps.add_(0.5).floor_()
-    if rounding is Rounding.down:
+    if rounding == "down":
         return steps.sub_(0.5).ceil_()
     cut = steps.trunc()
-    if rounding is Rounding.truncate:
+    if rounding == "truncate":
         return cut
     # Not trunc(x + 1/2): the largest number below 1/2 would go up.
     return cut + (steps - cut).abs().ge(0.5) * steps.sign()
@@ -111,19 +81,13 @@ def without_code(scale: Tensor, bits: int) -> tuple[Tensor, Tensor]:
     return (stored & -(1 << bits)).view(torch.float32), stored & ((1 << bits) - 1)
 
 
-class ZeroPoint(enum.Enum):
-    """What is kept besides the scale of an asymmetric grid.
+ZeroPoint = Literal["float", "integer", "ratio", "code", "edge"]
+"""What is kept besides the scale of an asymmetric grid.
 
-    `float`: the group's minimum lo (KIVI, nsn). `integer`: round(-lo / scale) in 16 bits (QuaRot, OScaR). `ratio`:
-    -lo / scale, not rounded (LMDeploy). `code`: -lo / scale rounded and clamped to a code, in place of the last bits of
-    the fp32 scale (vLLM). `edge`: the end of larger magnitude; the scale has a sign and 0 is on the grid (MLX).
-    """
-
-    float = "float"
-    integer = "integer"
-    ratio = "ratio"
-    code = "code"
-    edge = "edge"
+`float`: the group's minimum lo (KIVI, nsn). `integer`: round(-lo / scale) in 16 bits (QuaRot, OScaR). `ratio`:
+-lo / scale, not rounded (LMDeploy). `code`: -lo / scale rounded and clamped to a code, in place of the last bits of
+the fp32 scale (vLLM). `edge`: the end of larger magnitude; the scale has a sign and 0 is on the grid (MLX).
+"""
 
 
 class UniformQuantizer(CodeQuantizer):
@@ -163,15 +127,15 @@ class UniformQuantizer(CodeQuantizer):
         axis: Axis | str,
         group_size: int | None = None,
         symmetric: bool = False,
-        zero_point: ZeroPoint | str = ZeroPoint.float,
+        zero_point: ZeroPoint | str = "float",
         clip: float = 1.0,
-        gain: Gain | str = Gain.none,
-        levels: Levels | str = Levels.odd,
+        gain: Gain | str = "none",
+        levels: Levels | str = "odd",
         fixed_scale: float | None = None,
         min_scale: float = 0.0,
-        rounding: Rounding | str = Rounding.even,
+        rounding: Rounding | str = "even",
         reciprocal: bool = False,
-        scale_dtype: ScaleDtype | str = ScaleDtype.float16,
+        scale_dtype: ScaleDtype | str = "float16",
     ) -> None:
         lowest = 2 if symmetric else 1
         if not lowest <= bits <= MAX_BITS:
@@ -180,24 +144,24 @@ class UniformQuantizer(CodeQuantizer):
         check_group("group_size", group_size, "the whole block")
         require(0 < clip <= 1, "clip", clip, "above 0, at most 1")
         self.bits, self.group_size, self.symmetric, self.clip = bits, group_size, symmetric, clip
-        self.axis = choice(Axis, axis, "axis")
-        self.zero_point = choice(ZeroPoint, zero_point, "zero_point")
-        self.gain = choice(Gain, gain, "gain")
-        self.levels = choice(Levels, levels, "levels")
-        self.rounding = choice(Rounding, rounding, "rounding")
-        self.scale_dtype = choice(ScaleDtype, scale_dtype, "scale_dtype")
+        self.axis: Axis = choice(Axis, axis, "axis")
+        self.zero_point: ZeroPoint = choice(ZeroPoint, zero_point, "zero_point")
+        self.gain: Gain = choice(Gain, gain, "gain")
+        self.levels: Levels = choice(Levels, levels, "levels")
+        self.rounding: Rounding = choice(Rounding, rounding, "rounding")
+        self.scale_dtype: ScaleDtype = choice(ScaleDtype, scale_dtype, "scale_dtype")
         self.fixed_scale, self.min_scale = fixed_scale, min_scale
         self.reciprocal = reciprocal
         self._check_together()
 
     def _check_together(self) -> None:
-        if not self.symmetric and (self.levels is not Levels.odd or self.fixed_scale is not None):
-            given = "fixed_scale" if self.fixed_scale is not None else f"levels={self.levels.name}"
+        if not self.symmetric and (self.levels != "odd" or self.fixed_scale is not None):
+            given = "fixed_scale" if self.fixed_scale is not None else f"levels={self.levels}"
             raise ConfigError(f"{given}: of a symmetric grid; symmetric=true")
         if self.fixed_scale is not None and not self.fixed_scale > 0:
             raise ConfigError(f"fixed_scale={self.fixed_scale}: above 0, or null for a scale of each group")
         at_least("min_scale", self.min_scale, 0)
-        if self.zero_point is ZeroPoint.code and (self.scale_dtype is not ScaleDtype.float32 or self.bits > 8):
+        if self.zero_point == "code" and (self.scale_dtype != "float32" or self.bits > 8):
             raise ConfigError(
                 "zero_point=code: with scale_dtype=float32 and at most 8 bits, which the scale has room for"
             )
@@ -205,32 +169,31 @@ class UniformQuantizer(CodeQuantizer):
     @property
     def is_affine(self) -> bool:
         """Codes decode to `lo + scale * code` with an fp16 scale for each group, which kernels fold into products."""
-        if self.scale_dtype is not ScaleDtype.float16:
+        if self.scale_dtype != "float16":
             return False
         if self.symmetric:
-            return self.levels is Levels.odd and self.fixed_scale is None
-        return self.zero_point in (ZeroPoint.float, ZeroPoint.integer)
+            return self.levels == "odd" and self.fixed_scale is None
+        return self.zero_point in ("float", "integer")
 
     @property
     def is_plain(self) -> bool:
         """Affine, with codes chosen as papers do: the nearest even one, by division by the unrounded scale."""
         exact = not (self.reciprocal or self.min_scale)
-        return self.is_affine and exact and self.rounding is Rounding.even
+        return self.is_affine and exact and self.rounding == "even"
 
     @property
     def token_group(self) -> int | None:  # type: ignore[override]
         """Per channel, the tokens of a group; per token, 1."""
-        return self.group_size if self.axis is Axis.per_channel else 1
+        return self.group_size if self.axis == "per_channel" else 1
 
     def with_more_bits(self, extra: int, most: int) -> Quantizer:
-        """Raises: Unsupported: a subclass, whose grid follows from its bits."""
         if type(self) is not UniformQuantizer:
             return super().with_more_bits(extra, most)
         return more_bits(self, extra, most)
 
     @property
     def _dim(self) -> int:
-        return -2 if self.axis is Axis.per_channel else -1
+        return -2 if self.axis == "per_channel" else -1
 
     def _grouped(self, x: Tensor) -> Tensor:
         """View with an axis of groups before the grouped one; a short last group repeats its last value."""
@@ -261,7 +224,7 @@ class UniformQuantizer(CodeQuantizer):
 
     def _side(self, stat: Tensor) -> Tensor:
         """Statistics of groups as they are stored."""
-        return to_stored(stat.squeeze(self._dim), self.scale_dtype.torch)
+        return to_stored(stat.squeeze(self._dim), getattr(torch, self.scale_dtype))
 
     def _steps(self, x: Tensor, scale: Tensor) -> Tensor:
         """How many times `scale` is in `x`, in a new tensor. A scale of 0 counts as 1."""
@@ -276,14 +239,14 @@ class UniformQuantizer(CodeQuantizer):
     @property
     def _middle(self) -> int:
         """The code of the level 0 of a symmetric grid; of `midpoint`, that of the level above 0."""
-        return 2 ** (self.bits - 1) - (self.levels is Levels.odd)
+        return 2 ** (self.bits - 1) - (self.levels == "odd")
 
     def _symmetric(self, groups: Tensor) -> tuple[Parts, Tensor]:
-        middle, top = self._middle, self._middle - (self.levels is not Levels.odd)
+        middle, top = self._middle, self._middle - (self.levels != "odd")
         if self.fixed_scale is not None:
             return {}, self._rounded(groups, groups.new_tensor(self.fixed_scale)).clamp_(-middle, top).add_(middle)
         scale = torch.linalg.vector_norm(groups, float("inf"), dim=self._dim, keepdim=True) * self.clip
-        if self.levels is Levels.midpoint:
+        if self.levels == "midpoint":
             scale = scale.clamp_min(self.min_scale)
             codes = self._steps(groups.mul(middle), scale).add_(middle).floor_().clamp_(0, middle + top)
             return {"scale": self._side(scale)}, codes
@@ -299,19 +262,17 @@ class UniformQuantizer(CodeQuantizer):
         if self.clip != 1:
             low, high = low * self.clip, high * self.clip
         scale = self._at_least((high - low) / self._divisor)
-        if self.zero_point is ZeroPoint.float:
-            codes = self._rounded(groups.sub(low), scale).clamp_(0, top)
-            offset = self._side(low)
-        elif self.zero_point is ZeroPoint.edge:
+        if self.zero_point == "edge":
             scale, low = scale_from_edge(scale, low, high)
+        if self.zero_point in ("float", "edge"):
             codes = self._rounded(groups.sub(low), scale).clamp_(0, top)
             offset = self._side(low)
-        elif self.zero_point is ZeroPoint.ratio:
+        elif self.zero_point == "ratio":
             scale = torch.where(scale == 0, low.abs(), scale)
             zero = low.neg().div_(scale.masked_fill(scale == 0, 1))
             codes = whole(self._steps(groups, scale).add_(zero), self.rounding).clamp_(0, top)
             offset = self._side(zero)
-        elif self.zero_point is ZeroPoint.code:
+        elif self.zero_point == "code":
             used = scale.masked_fill(scale == 0, 1)
             zero = whole(low.neg().div_(used), self.rounding).clamp_(0, top)
             codes = whole(self._steps(groups, used).add_(zero), self.rounding).clamp_(0, top)
@@ -328,27 +289,24 @@ class UniformQuantizer(CodeQuantizer):
         groups = self._grouped(unpack_parts(parts, self.bits, shape[-2]).to(dtype))
         if self.fixed_scale is not None:
             return self._ungroup(groups.sub(self._middle).mul_(self.fixed_scale), shape[self._dim])
-        if self.zero_point is ZeroPoint.code and not self.symmetric:
+        if self.zero_point == "code" and not self.symmetric:
             scale, zero = without_code(parts["scale"], self.bits)
             out = groups.sub(self._per_element(zero.to(dtype))).mul_(self._per_element(scale.to(dtype)))
             return self._ungroup(out, shape[self._dim])
         scale = self._per_element(parts["scale"].to(dtype))
-        if self.symmetric and self.levels is Levels.midpoint:
+        if self.symmetric and self.levels == "midpoint":
             out = groups.sub(self._middle - 0.5).div_(self._middle).mul_(scale)
         elif self.symmetric:
             out = groups.sub(self._middle).mul_(scale)
-        elif self.zero_point in (ZeroPoint.float, ZeroPoint.edge):
+        elif self.zero_point in ("float", "edge"):
             out = torch.addcmul(self._per_element(parts["zero_point"].to(dtype)), groups, scale)
         else:
             out = groups.sub(self._per_element(parts["zero_point"].to(dtype))).mul_(scale)
         return self._ungroup(out, shape[self._dim])
 
 
-class Step(enum.Enum):
-    """The divisor of the range: the number of steps between codes, 2^b - 1, or RotateKV's b² - 1 (released code)."""
-
-    levels = "levels"
-    squared_bits = "squared_bits"
+Step = Literal["levels", "squared_bits"]
+"""The divisor of the range: the number of steps between codes, 2^b - 1, or RotateKV's b² - 1 (released code)."""
 
 
 class ClippedQuantizer(UniformQuantizer):
@@ -361,10 +319,6 @@ class ClippedQuantizer(UniformQuantizer):
         zero_point: as `UniformQuantizer`.
         step: `squared_bits` has the codes of `levels` at 2 and 4 bits; at 3 bits its 8 codes span 7/8 of the range.
 
-    Raises:
-        ConfigError, Unsupported: as `UniformQuantizer`; `squared_bits` at other bits than 2, 3 and 4, or with a zero
-            point that is not rounded.
-
     Source: RotateKV (arXiv 2501.16383); `squared_bits` follows its released code.
     """
 
@@ -376,18 +330,18 @@ class ClippedQuantizer(UniformQuantizer):
         bits: int,
         group_size: int | None = 128,
         clip_at_2: float = 0.8,
-        zero_point: ZeroPoint | str = ZeroPoint.float,
-        step: Step | str = Step.levels,
+        zero_point: ZeroPoint | str = "float",
+        step: Step | str = "levels",
     ) -> None:
         clip = clip_at_2 if bits == 2 else 1.0
-        super().__init__(bits, Axis.per_token, group_size, zero_point=zero_point, clip=clip)
-        self.step = choice(Step, step, "step")
-        if self.step is Step.squared_bits and (bits not in (2, 3, 4) or self.zero_point is not ZeroPoint.integer):
+        super().__init__(bits, "per_token", group_size, zero_point=zero_point, clip=clip)
+        self.step: Step = choice(Step, step, "step")
+        if self.step == "squared_bits" and (bits not in (2, 3, 4) or self.zero_point != "integer"):
             raise ConfigError(
                 f"step=squared_bits: with 2, 3 or 4 bits and zero_point=integer, as released; given bits={bits}, "
-                f"zero_point={self.zero_point.name}"
+                f"zero_point={self.zero_point}"
             )
 
     @property
     def _divisor(self) -> int:
-        return self.bits**2 - 1 if self.step is Step.squared_bits else super()._divisor
+        return self.bits**2 - 1 if self.step == "squared_bits" else super()._divisor

@@ -134,9 +134,6 @@ class HuffmanCodec(CodedBlocks):
     `[batch, 1, blocks, 2]`), the bits and the bytes of a block's stream. All of it counts. The last of the blocks that
     are encoded together also has the zero bytes that make the streams of a batch equally long.
 
-    Raises:
-        Unsupported: a quantizer that stores no indices, a varying number of them, or some of more than 8 bits.
-
     Source: KVQuant++, section 2.2.5; Huffman 1952. Codes are bitarray's; they are computed on the CPU.
     """
 
@@ -159,7 +156,8 @@ class HuffmanCodec(CodedBlocks):
 
     def encode(self, x: States, block: int | None = None, rope: Rope | None = None) -> Packed:
         packed = super().encode(x, block, rope)
-        parts = {name: part for name, part in packed.parts.items() if not self._is_plane(name)}
+        planes = {plane for name, bits in self.quantizer.indices.items() for plane in _planes(name, bits)}
+        parts = {name: part for name, part in packed.parts.items() if name not in planes}
         runs = [replace(run, rows={n: rows for n, rows in run.rows.items() if n in parts}) for run in packed.runs]
         for name, bits in self.quantizer.indices.items():
             found = [self._coded_run(run, own, name, bits) for run, own in packed.by_run()]
@@ -196,20 +194,18 @@ class HuffmanCodec(CodedBlocks):
                     total += Rate(int(counts.sum()), entropy(counts) * int(counts.sum()), block.bits)
         return total
 
-    def _is_plane(self, name: str) -> bool:
-        return any(
-            name == f"{kind}.{index}"
-            for kind, bits in self.quantizer.indices.items()
-            for index in range(len(plane_widths(bits)))
-        )
-
     @staticmethod
     def _coded_run(run: BlockRun, parts: dict[str, Tensor], name: str, bits: int) -> list[list[_Block]]:
         """The blocks of a run, by sequence."""
-        planes = {plane: parts[plane] for plane in (f"{name}.{i}" for i in range(len(plane_widths(bits))))}
+        planes = {plane: parts[plane] for plane in _planes(name, bits)}
         codes = unpack_parts(run.blocks(planes), bits, run.tokens, name)
         flat = codes.flatten(2).cpu().numpy()
         return [[_encoded(symbols, bits) for symbols in sequence] for sequence in flat]
+
+
+def _planes(name: str, bits: int) -> list[str]:
+    """Names of the parts that hold indices of a kind as `Codec` stores them."""
+    return [f"{name}.{index}" for index in range(len(plane_widths(bits)))]
 
 
 @dataclass(frozen=True)

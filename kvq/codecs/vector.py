@@ -207,32 +207,19 @@ def _bits(device: torch.device) -> Tensor:
 
 @lru_cache(maxsize=1)
 def shipped() -> dict[str, Float[Tensor, "256 8"]]:
-    """The shipped codebooks in fp32, by name and bits (`"kmeans_2b"`).
-
-    Raises:
-        DataError: the file is missing or not the one this version was made with.
-    """
+    """The shipped codebooks in fp32, by name and bits (`"kmeans_2b"`)."""
     if not FILE.is_file() or hashlib.sha256(FILE.read_bytes()).hexdigest() != FILE_SHA256:
         raise DataError(f"codebooks: {FILE.name} is missing or damaged; reinstall kvq, or run `make codebooks`")
     with safe_open(str(FILE), "pt") as file:
-        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a mapping
-    return {name: read_entries(tensors, name) for name in _names()}
-
-
-def read_entries(tensors: dict[str, Tensor], name: str) -> Float[Tensor, "256 8"]:
-    """Entries of one codebook: kept in fp16, or as integers times one fp16 step."""
-    entries = tensors[name].float()
-    step = tensors.get(f"{name}.step")
-    return entries if step is None else entries * step.float()
-
-
-def _names() -> list[str]:
-    return [f"{name}_{bits}b" for name, kinds in CODEBOOKS.items() if name != "e8p" for bits in kinds]
+        tensors = {name: file.get_tensor(name).float() for name in file.keys()}  # noqa: SIM118 - not a mapping
+    names = [f"{name}_{bits}b" for name, kinds in CODEBOOKS.items() if name != "e8p" for bits in kinds]
+    # Kept in fp16, or as integers times one fp16 step.
+    return {name: tensors[name] * tensors.get(f"{name}.step", 1) for name in names}
 
 
 @lru_cache(maxsize=64)
 def codebook_for(name: str, bits: int, dtype: torch.dtype, device: torch.device) -> Codebook:
-    """A codebook in the dtype and on the device of the data. Raises: DataError: see `shipped`."""
+    """A codebook in the dtype and on the device of the data."""
     if name == "e8p":
         return E8PCodebook(e8p_patterns().to(device, dtype))
     kind = PlainCodebook if bits == 1 else SignedCodebook
@@ -251,10 +238,6 @@ class VectorQuantizer(Quantizer):
 
     Stores `codes.<i>` `[..., heads, tokens, head_dim / 8]`, one byte tensor per 8 bits of code.
 
-    Raises:
-        ConfigError: unknown codebook or gain.
-        Unsupported: bits the codebook does not have.
-
     Source: NSNQuant (arXiv 2505.18231), sections 3.3 and 3.4.
     """
 
@@ -262,20 +245,19 @@ class VectorQuantizer(Quantizer):
     token_group = 1
     attended_as = "states"
 
-    def __init__(self, bits: int, codebook: str = "finetuned", gain: Gain | str = Gain.parallel) -> None:
+    def __init__(self, bits: int, codebook: str = "finetuned", gain: Gain | str = "parallel") -> None:
         check_choice("codebook", codebook, CODEBOOKS)
         if bits not in CODEBOOKS[codebook]:
             allowed = " or ".join(map(str, CODEBOOKS[codebook]))
             raise Unsupported(f"bits={bits}: codebook {codebook} has {allowed} bits")
         self.bits, self.codebook = bits, codebook
-        self.gain = choice(Gain, gain, "gain")
+        self.gain: Gain = choice(Gain, gain, "gain")
 
     @property
     def indices(self) -> dict[str, int]:
         return {"codes": 8 * self.bits}
 
     def check(self, head_dim: int) -> None:
-        """Raises: Unsupported: head dims that are not a multiple of 8."""
         if head_dim % DIM:
             raise Unsupported(f"head_dim={head_dim}: vector codebooks take {DIM} channels at a time")
 

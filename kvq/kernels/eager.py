@@ -16,8 +16,6 @@ from torch import Tensor
 
 from kvq.codecs import UniformQuantizer
 from kvq.codecs.packed import unpack_parts
-from kvq.codecs.quantizers import Axis
-from kvq.codecs.uniform import ZeroPoint
 from kvq.kernels.linear_chain import LinearChain, PackedStates, Shift, folds, linear_chain_of, turned_scores
 from kvq.kernels.pieces import (
     TILE,
@@ -270,7 +268,7 @@ def grid(quantizer: UniformQuantizer, blocks: dict[str, Tensor], kind: torch.dty
     if quantizer.symmetric:
         return scale, scale * -(2 ** (quantizer.bits - 1) - 1)
     zero = blocks["zero_point"].to(kind)
-    return scale, zero if quantizer.zero_point is ZeroPoint.float else -scale * zero
+    return scale, zero if quantizer.zero_point == "float" else -scale * zero
 
 
 def _code_scores(chain: LinearChain, piece: Piece, query: Float[Tensor, "batch 1 heads group dim"]) -> Tensor:
@@ -279,7 +277,7 @@ def _code_scores(chain: LinearChain, piece: Piece, query: Float[Tensor, "batch 1
     if not folds(quantizer):
         return query @ _decoded(chain, piece, dim, kind).mT
     codes, (scale, low) = _codes(quantizer, piece, kind), grid(quantizer, piece.blocks, kind)
-    if quantizer.axis is Axis.per_channel:
+    if quantizer.axis == "per_channel":
         grouped = _grouped(codes, -2, scale.shape[-2], quantizer, piece.length)
         folded = query.unsqueeze(-3) * scale.unsqueeze(-2)  # [batch, blocks, heads, groups, group, dim]
         scores = folded @ grouped.mT + (query @ low.mT).mT.unsqueeze(-1)
@@ -296,7 +294,7 @@ def _code_mix(chain: LinearChain, piece: Piece, weights: Tensor, dim: int) -> Fl
     if not folds(quantizer):
         return (weights @ _decoded(chain, piece, dim, kind)).sum(1)
     codes, (scale, low) = _codes(quantizer, piece, kind), grid(quantizer, piece.blocks, kind)
-    if quantizer.axis is Axis.per_channel:
+    if quantizer.axis == "per_channel":
         grouped = _grouped(codes, -2, scale.shape[-2], quantizer, piece.length)
         parts = _grouped(weights, -1, scale.shape[-2], quantizer, piece.length).transpose(-3, -2)
         mixed = (parts @ grouped) * scale.unsqueeze(-2) + parts.sum(-1, keepdim=True) * low.unsqueeze(-2)

@@ -41,7 +41,7 @@ from kvq.codecs import (
     VectorQuantizer,
 )
 from kvq.codecs.packed import BlockRun
-from kvq.codecs.quantizers import Axis, Quantizer
+from kvq.codecs.quantizers import Quantizer
 from kvq.codecs.rope import ApplyRope, UndoRope
 from kvq.codecs.stages import ChannelShift, Stage, restored
 from kvq.errors import Unsupported
@@ -230,7 +230,7 @@ def folds(quantizer: Quantizer) -> TypeGuard[UniformQuantizer]:
 
 def is_per_channel(quantizer: Quantizer) -> bool:
     """Whether statistics are shared along tokens."""
-    return isinstance(quantizer, UniformQuantizer) and quantizer.axis is Axis.per_channel
+    return isinstance(quantizer, UniformQuantizer) and quantizer.axis == "per_channel"
 
 
 def group_size(quantizer: Quantizer) -> int | None:

@@ -20,7 +20,6 @@ from torch import Tensor
 
 from kvq.codecs import Rope, UniformQuantizer
 from kvq.codecs.packed import BlockRun, plane_widths
-from kvq.codecs.quantizers import Axis
 from kvq.codecs.stages import restored
 from kvq.kernels.linear_chain import LinearChain, PackedStates, Shift, turned_scores
 
@@ -99,7 +98,7 @@ def _run(
 def _step(chain: LinearChain) -> int:
     """Tokens of a part of a block: whole groups, whole bytes."""
     quantizer = chain.codec.quantizer
-    grouped = isinstance(quantizer, UniformQuantizer) and quantizer.axis is Axis.per_channel and quantizer.group_size
+    grouped = isinstance(quantizer, UniformQuantizer) and quantizer.axis == "per_channel" and quantizer.group_size
     group = math.lcm(8, grouped or 1)
     return max(1, TILE // group) * group
 
@@ -112,7 +111,7 @@ def _cut(chain: LinearChain, name: str, part: Tensor, inner: slice, head_dim: in
     if name.startswith("codes.") and part.shape[-1] == head_dim:
         width = plane_widths(quantizer.bits)[int(name.removeprefix("codes."))]  # type: ignore[attr-defined]
         return part[..., inner.start * width // 8 : -(-inner.stop * width // 8), :]
-    if isinstance(quantizer, UniformQuantizer) and quantizer.axis is Axis.per_channel:
+    if isinstance(quantizer, UniformQuantizer) and quantizer.axis == "per_channel":
         if quantizer.group_size is None:
             return part
         size = quantizer.group_size

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import abc
-import enum
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 from jaxtyping import Float, Int
@@ -72,18 +71,10 @@ class Seen(NamedTuple):
     scores: Scores
 
 
-class When(enum.Enum):
-    """`prompt`: once, after the prompt; `always`: after every forward, so that the budget holds at all times."""
-
-    prompt = "prompt"
-    always = "always"
-
-
-class Pool(enum.Enum):
-    """How SnapKV smooths scores over neighbouring tokens."""
-
-    avg = "avg"
-    max = "max"
+When = Literal["prompt", "always"]
+"""`prompt`: once, after the prompt; `always`: after every forward, so that the budget holds at all times."""
+Pool = Literal["avg", "max"]
+"""How SnapKV smooths scores over neighbouring tokens."""
 
 
 class Eviction(Policy, abc.ABC):
@@ -107,8 +98,9 @@ class Eviction(Policy, abc.ABC):
         if not budget > 0 or (budget >= 1 and budget != int(budget)):
             raise ConfigError(f"budget={budget}: a share of the tokens (below 1) or a whole number of tokens")
         at_least("least", least, 1)
-        self.budget, self.least, self.when = budget, least, choice(When, when, "when")
-        if self.when is When.prompt:
+        self.budget, self.least = budget, least
+        self.when: When = choice(When, when, "when")
+        if self.when == "prompt":
             self.excludes |= {"no_prompt", "chunked_prompt"}
         else:
             self.excludes |= {"several_tokens"}
@@ -129,7 +121,7 @@ class Eviction(Policy, abc.ABC):
 
     def wrap_layer(self, like: KVCacheLayer, layer: int, config: Any) -> KVCacheLayer:
         """A layer that evicts."""
-        if self.when is When.always and (like.key.codec is not None or like.value.codec is not None):
+        if self.when == "always" and (like.key.codec is not None or like.value.codec is not None):
             raise ConfigError("method.eviction.when=always: tokens cannot leave quantized blocks; use prompt")
         if getattr(config, "num_kv_shared_layers", None):
             raise Unsupported("method.eviction: layers of this model read the keys and values of earlier ones")
@@ -162,7 +154,7 @@ class StreamingLLM(Eviction):
     observes = False
 
     def __init__(
-        self, budget: float | int = 0.25, least: int = 64, when: When | str = When.always, sinks: int = 4
+        self, budget: float | int = 0.25, least: int = 64, when: When | str = "always", sinks: int = 4
     ) -> None:
         super().__init__(budget, least, when)
         at_least("sinks", sinks, 0)
@@ -187,7 +179,7 @@ class HeavyHitters(Eviction):
     version: ClassVar[int] = 1
 
     def __init__(
-        self, budget: float | int = 0.25, least: int = 64, when: When | str = When.always, recent: float | int = 0.5
+        self, budget: float | int = 0.25, least: int = 64, when: When | str = "always", recent: float | int = 0.5
     ) -> None:
         super().__init__(budget, least, when)
         require(0 <= recent <= 1, "recent", recent, "a share, 0 to 1")
@@ -221,13 +213,14 @@ class SnapKV(Eviction):
         least: int = 64,
         window: int = 32,
         kernel: int = 5,
-        pool: Pool | str = Pool.avg,
+        pool: Pool | str = "avg",
     ) -> None:
-        super().__init__(budget, least, When.prompt)
+        super().__init__(budget, least, "prompt")
         at_least("window", window, 1)
         require(kernel >= 1 and kernel % 2 != 0, "kernel", kernel, "an odd number of tokens")
         self._needs(window + 1, "the window's")
-        self.window, self.kernel, self.pool = window, kernel, choice(Pool, pool, "pool")
+        self.window, self.kernel = window, kernel
+        self.pool: Pool = choice(Pool, pool, "pool")
 
     def recent_rows(self, queries: int) -> int | None:
         return min(self.window, queries)
@@ -236,7 +229,7 @@ class SnapKV(Eviction):
         scores, tokens = seen.scores, seen.scores.shape[-1]
         before = scores[..., : tokens - self.window]
         half = self.kernel // 2
-        pooled = getattr(torch.nn.functional, f"{self.pool.name}_pool1d")
+        pooled = getattr(torch.nn.functional, f"{self.pool}_pool1d")
         chosen = _top(pooled(before, self.kernel, 1, half), allowed - self.window)
         return torch.cat([chosen.sort(-1).values, _range(scores, tokens - self.window, tokens)], -1)
 
@@ -261,11 +254,11 @@ class EvictingLayer(AttendedLayer):
 
     @property
     def observes(self) -> bool:
-        return self.eviction.observes and (self.eviction.when is When.always or not self.get_seq_length())
+        return self.eviction.observes and (self.eviction.when == "always" or not self.get_seq_length())
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """As `KVCacheLayer.update`; tokens are evicted after the attention that reads the result."""
-        if self.eviction.when is When.always:
+        if self.eviction.when == "always":
             out = super().update(key_states, value_states, *args, **kwargs)
             if not self.eviction.observes:
                 self._evict()
@@ -291,7 +284,7 @@ class EvictingLayer(AttendedLayer):
             new = attended.weights(torch.arange(count - rows, count, device=attended.query.device)).sum(-2).mean(2)
         assert isinstance(new, Tensor)
         self._add(new)
-        if self.eviction.when is When.always:
+        if self.eviction.when == "always":
             self._evict()
         else:
             self._settle()

@@ -6,9 +6,8 @@ receive.
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Iterator
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 from jaxtyping import Int
@@ -79,18 +78,10 @@ class OutlierTokens(MixedPrecision):
         return like if layer < self.exempt_layers else PoolLayer(like, self)
 
 
-class Divisor(enum.Enum):
-    """Divisor of the attention that a token receives: the number of probes that see it, or of positions from it on."""
-
-    probes = "probes"
-    later = "later"
-
-
-class Decoding(enum.Enum):
-    """Probe queries of the blocks after the first: shares of all queries, or only the last one."""
-
-    shares = "shares"
-    last = "last"
+Divisor = Literal["probes", "later"]
+"""Divisor of the attention that a token receives: the number of probes that see it, or of positions from it on."""
+Decoding = Literal["shares", "last"]
+"""Probe queries of the blocks after the first: shares of all queries, or only the last one."""
 
 
 class Saliency(MixedPrecision):
@@ -114,20 +105,20 @@ class Saliency(MixedPrecision):
         recent: float | int = 0.05,
         random: float | int = 0.05,
         seed: int = 0,
-        divide_by: Divisor | str = Divisor.probes,
-        decoding: Decoding | str = Decoding.shares,
+        divide_by: Divisor | str = "probes",
+        decoding: Decoding | str = "shares",
     ) -> None:
         if min(recent, random) < 0 or recent + random > 1:
             raise ConfigError(f"recent={recent}, random={random}: shares, together at most 1")
         self.recent, self.random, self.seed = recent, random, seed
-        self.divide_by = choice(Divisor, divide_by, "divide_by")
-        self.decoding = choice(Decoding, decoding, "decoding")
+        self.divide_by: Divisor = choice(Divisor, divide_by, "divide_by")
+        self.decoding: Decoding = choice(Decoding, decoding, "decoding")
 
     def wrap_layer(self, like: KVCacheLayer, layer: int, config: Any) -> KVCacheLayer:
         return SaliencyLayer(like, self)
 
     def _last_alone(self, start: int) -> bool:
-        return self.decoding is Decoding.last and start > 0
+        return self.decoding == "last" and start > 0
 
     def probes(self, start: int, length: int) -> Int[Tensor, " probes"]:
         """Positions of the probes within a block of `length` tokens that begins at token `start`, ascending.
@@ -144,7 +135,7 @@ class Saliency(MixedPrecision):
 
     def divisors(self, start: int, length: int) -> Int[Tensor, " tokens"]:
         """Divisors of the summed weights that a block's tokens receive from its probes; at least 1."""
-        if self.divide_by is Divisor.later and not self._last_alone(start):
+        if self.divide_by == "later" and not self._last_alone(start):
             return torch.arange(length, 0, -1)
         probes = self.probes(start, length)
         return (probes[:, None] >= torch.arange(length)).sum(0)

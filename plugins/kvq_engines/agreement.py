@@ -29,7 +29,7 @@ from tqdm import tqdm
 from kvq.cache import KVCache
 from kvq.cache.hooks import attentions, layer_number
 from kvq.cache.observe import INTERFACE, Hooked, hook_interface
-from kvq.codecs import Axis, Codec, UniformQuantizer
+from kvq.codecs import Codec, UniformQuantizer
 from kvq.config import PplConfig
 from kvq.errors import DataError
 from kvq.methods.method import Method
@@ -54,7 +54,7 @@ def scored(engine: LlamaCpp | Mlx, window: Window) -> Float[Tensor, "targets voc
     return torch.cat(parts)
 
 
-Q8_0 = UniformQuantizer(8, Axis.per_token, 32, symmetric=True, reciprocal=True)
+Q8_0 = UniformQuantizer(8, "per_token", 32, symmetric=True, reciprocal=True)
 """ggml's 8-bit blocks of 32 channels as its vector kernels round them, halves to the even code."""
 
 States = tuple[Float[Tensor, "heads tokens dim"], Float[Tensor, "heads tokens dim"]]

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import enum
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 from jaxtyping import Float
@@ -31,16 +30,12 @@ def interleaved_in_gguf(config: Any) -> bool:
     return getattr(config, "model_type", None) in INTERLEAVED_IN_GGUF
 
 
-class Order(enum.Enum):
-    """`halves`: pairs of RoPE are channels i and i + D/2, transformers' order; `interleaved`: 2i and 2i + 1 (GPT-J).
+Order = Literal["halves", "interleaved", "gguf"]
+"""`halves`: pairs of RoPE are channels i and i + D/2, transformers' order; `interleaved`: 2i and 2i + 1 (GPT-J).
 
-    `gguf`: that of the model's GGUF file, interleaved where llama.cpp's converter permutes rows of queries and keys
-    (`INTERLEAVED_IN_GGUF`). A cache decides it for its model; until then, and for a codec alone, it is `halves`.
-    """
-
-    halves = "halves"
-    interleaved = "interleaved"
-    gguf = "gguf"
+`gguf`: that of the model's GGUF file, interleaved where llama.cpp's converter permutes rows of queries and keys
+(`INTERLEAVED_IN_GGUF`). A cache decides it for its model; until then, and for a codec alone, it is `halves`.
+"""
 
 
 class PairOrder(Stage):
@@ -56,8 +51,8 @@ class PairOrder(Stage):
     orthogonal = True
     token_group = 1
 
-    def __init__(self, order: Order | str = Order.gguf) -> None:
-        self.order = choice(Order, order, "order")
+    def __init__(self, order: Order | str = "gguf") -> None:
+        self.order: Order = choice(Order, order, "order")
 
     def check(self, head_dim: int) -> None:
         if head_dim % 2:
@@ -65,20 +60,20 @@ class PairOrder(Stage):
 
     @property
     def depends_on_model(self) -> bool:
-        return self.order is Order.gguf
+        return self.order == "gguf"
 
     def for_model(self, config: Any) -> PairOrder:
         """`gguf` replaced by what it is for a model; any other order as it is."""
-        if self.order is not Order.gguf:
+        if self.order != "gguf":
             return self
-        return PairOrder(Order.interleaved if interleaved_in_gguf(config) else Order.halves)
+        return PairOrder("interleaved" if interleaved_in_gguf(config) else "halves")
 
     def matrix(self, head_dim: int, like: Tensor) -> Float[Tensor, "dim dim"]:
         """The permutation as a matrix, which attention on packed codes applies to queries."""
         return self.forward(torch.eye(head_dim, dtype=like.dtype, device=like.device))[0]
 
     def forward(self, x: Tensor) -> tuple[Tensor, Side]:
-        return (x.unflatten(-1, (2, -1)).mT.flatten(-2) if self.order is Order.interleaved else x), {}
+        return (x.unflatten(-1, (2, -1)).mT.flatten(-2) if self.order == "interleaved" else x), {}
 
     def inverse(self, y: Tensor, side: Side) -> Tensor:
-        return y.unflatten(-1, (-1, 2)).mT.flatten(-2) if self.order is Order.interleaved else y
+        return y.unflatten(-1, (-1, 2)).mT.flatten(-2) if self.order == "interleaved" else y

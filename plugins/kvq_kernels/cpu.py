@@ -29,7 +29,7 @@ from kvq.codecs import (
     VectorQuantizer,
     plane_widths,
 )
-from kvq.codecs.quantizers import Axis, Quantizer
+from kvq.codecs.quantizers import Quantizer
 from kvq.errors import Unsupported
 from kvq.kernels.linear_chain import (
     LinearChain,
@@ -247,10 +247,10 @@ def _grid(quantizer: Quantizer, dim: int) -> tuple[Grid, bool]:
         channels = min(quantizer.group_size or dim, dim)
         return Grid(dim, channels, plane_widths(quantizer.bits), "symmetric", 2 ** (quantizer.bits - 1)), False
     assert folds(quantizer)
-    low = "symmetric" if quantizer.symmetric else quantizer.zero_point.name
-    channels = min(quantizer.group_size or dim, dim) if quantizer.axis is Axis.per_token else dim
+    low = "symmetric" if quantizer.symmetric else quantizer.zero_point
+    channels = min(quantizer.group_size or dim, dim) if quantizer.axis == "per_token" else dim
     top = 2 ** (quantizer.bits - 1) - 1
-    return Grid(dim, channels, plane_widths(quantizer.bits), low, top), quantizer.axis is Axis.per_channel
+    return Grid(dim, channels, plane_widths(quantizer.bits), low, top), quantizer.axis == "per_channel"
 
 
 def unfit(states: PackedStates) -> str | None:

@@ -21,7 +21,6 @@ from torch import Tensor
 
 from kvq.codecs import DoubleQuant, plane_widths
 from kvq.codecs.packed import BlockRun
-from kvq.codecs.quantizers import Axis
 from kvq.kernels.linear_chain import LinearChain, PackedStates
 from kvq_kernels.cpu_loops import by_rows, statistics_loop
 from kvq_kernels.cpu_tables import Kind, Numbers, dots_of
@@ -176,7 +175,7 @@ def _numbers(part: Flat, heads: Heads) -> Any:
 
 
 def _is_compiled(quantized: DoubleQuant, tokens: bool, length: int) -> bool:
-    along = Axis.per_channel if tokens else Axis.per_token
+    along = "per_channel" if tokens else "per_token"
     if quantized.axis is not along or quantized.bits > 8 or len(plane_widths(quantized.bits)) > 1:
         return False
     return min(quantized.group_size or length, length) % (8 // quantized.bits) == 0

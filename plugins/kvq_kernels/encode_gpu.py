@@ -12,9 +12,8 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.nn import functional
 
-from kvq.codecs import Gain, VectorQuantizer
+from kvq.codecs import VectorQuantizer
 from kvq.codecs.quantizers import Parts
-from kvq.codecs.uniform import ZeroPoint
 from kvq_kernels import triton_encode, triton_loops
 from kvq_kernels.uniform_chain import UniformChain, book_columns, searched
 
@@ -26,7 +25,7 @@ SHARED = 32 * 1024
 """Bytes of a rotation's rows that a program may keep in addition to its tokens."""
 VECTORS = 32
 """Vectors of 8 channels whose 256 scores a program holds in registers."""
-GAINS = {Gain.none: 0, Gain.l2: 1, Gain.norm: 2, Gain.parallel: 3, Gain.unit: 4}
+GAINS = {"none": 0, "l2": 1, "norm": 2, "parallel": 3, "unit": 4}
 
 
 def fits(chain: UniformChain, blocks: Float[Tensor, "batch blocks heads tokens head_dim"]) -> bool:
@@ -53,7 +52,7 @@ def encode(chain: UniformChain, blocks: Float[Tensor, "batch blocks heads tokens
     parts = {f"codes.{index}": plane for index, plane in enumerate(planes)}
     parts["scale"] = low = room(*shape, torch.float16)
     if not quantizer.symmetric:
-        integer = quantizer.zero_point is ZeroPoint.integer
+        integer = quantizer.zero_point == "integer"
         parts["zero_point"] = low = room(*shape, torch.int16 if integer else torch.float16)
     norm = chain.gain_name if chain.norm is None else f"{chain.norm}.scale"
     if norm is not None:
@@ -147,4 +146,4 @@ def _inner(matrix: Tensor, d: int) -> int:
 def _kind(chain: UniformChain) -> int:
     if chain.quantizer.symmetric:
         return triton_loops.SYMMETRIC
-    return getattr(triton_loops, chain.quantizer.zero_point.name.upper())
+    return getattr(triton_loops, chain.quantizer.zero_point.upper())

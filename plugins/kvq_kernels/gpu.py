@@ -138,7 +138,7 @@ def _grid(quantizer: Quantizer, parts: dict[str, Tensor], dim: int) -> tuple[int
     assert isinstance(quantizer, UniformQuantizer)
     if quantizer.symmetric:
         return triton_loops.SYMMETRIC, 2 ** (quantizer.bits - 1) - 1, scale, scale
-    return getattr(triton_loops, quantizer.zero_point.name.upper()), 0, scale, parts["zero_point"]
+    return getattr(triton_loops, quantizer.zero_point.upper()), 0, scale, parts["zero_point"]
 
 
 @functools.lru_cache(maxsize=64)

@@ -9,10 +9,10 @@ import torch
 from jaxtyping import Float, UInt8
 from torch import Tensor
 
-from kvq.codecs import Codec, Gain, Hadamard, Scope, TokenNorm, UniformQuantizer, VectorQuantizer, plane_widths
-from kvq.codecs.quantizers import Axis, Parts, to_stored
+from kvq.codecs import Codec, Gain, Hadamard, TokenNorm, UniformQuantizer, VectorQuantizer, plane_widths
+from kvq.codecs.quantizers import Parts, to_stored
 from kvq.codecs.stages import Stage
-from kvq.codecs.uniform import ZeroPoint, scale_for_integer_zero
+from kvq.codecs.uniform import scale_for_integer_zero
 from kvq.kernels.linear_chain import is_rotation
 
 ROWS = 2048
@@ -37,7 +37,7 @@ class UniformChain:
     @property
     def per_channel(self) -> bool:
         """Statistics are shared along tokens."""
-        return self.quantizer.axis is Axis.per_channel
+        return self.quantizer.axis == "per_channel"
 
     @property
     def widths(self) -> tuple[int, ...]:
@@ -52,7 +52,7 @@ class UniformChain:
     @property
     def gain_name(self) -> str | None:
         """The stored part that holds the gain: the norm, or a part of its own; None: there is no gain."""
-        if self.quantizer.gain is Gain.none:
+        if self.quantizer.gain == "none":
             return None
         return "gain" if self.norm is None else f"{self.norm}.scale"
 
@@ -76,7 +76,7 @@ def uniform_chain_of(codec: Codec) -> UniformChain | None:
     """The chain of a codec; None: it has stages or a quantizer that fused encoding does not support."""
     rotation, norm, rms = None, None, False
     for name, stage in codec.stages:
-        if type(stage) is TokenNorm and norm is None and stage.scope is Scope.head and stage.double_quant is None:
+        if type(stage) is TokenNorm and norm is None and stage.scope == "head" and stage.double_quant is None:
             norm, rms = name, stage.rms
         elif is_rotation(stage) and rotation is None:
             rotation = stage
@@ -118,7 +118,7 @@ def grids(quantizer: UniformQuantizer, low: Tensor, high: Tensor) -> Grids:
     if quantizer.clip != 1:
         low, high = low * quantizer.clip, high * quantizer.clip
     step = (high - low) / (2**quantizer.bits - 1)
-    if quantizer.zero_point is ZeroPoint.float:
+    if quantizer.zero_point == "float":
         stored, offset = to_stored(step, torch.float16), to_stored(low, torch.float16)
         parts = {"scale": stored, "zero_point": offset}
         return Grids(parts, step.masked_fill(step == 0, 1), low, nothing, offset.float(), stored.float())
@@ -131,10 +131,10 @@ def grids(quantizer: UniformQuantizer, low: Tensor, high: Tensor) -> Grids:
 def gain_of(gain: Gain, xx: Tensor, xh: Tensor, hh: Tensor) -> Tensor:
     """`kvq.codecs.gain_factor` from inner products of tokens `x` and their decoded form `h`."""
     top, bottom = {
-        Gain.unit: (torch.ones_like(hh), hh.sqrt()),
-        Gain.norm: (xx.sqrt(), hh.sqrt()),
-        Gain.l2: (xh, hh),
-        Gain.parallel: (xx, xh),
+        "unit": (torch.ones_like(hh), hh.sqrt()),
+        "norm": (xx.sqrt(), hh.sqrt()),
+        "l2": (xh, hh),
+        "parallel": (xx, xh),
     }[gain]
     return torch.where(bottom == 0, torch.ones_like(top), top / bottom.masked_fill(bottom == 0, 1))
 
@@ -151,7 +151,7 @@ def searched(
     """
     shape = (*y.shape[:-1], -1)
     parts = {f"codes.{index}": plane.view(shape) for index, plane in enumerate(codes)}
-    if quantizer.gain is Gain.none:
+    if quantizer.gain == "none":
         return parts, None
     # Of a vector and its entry, the product is the score and half of the entry's square.
     halves = book_columns(quantizer.codebook, quantizer.bits, y.device)[-1].neg()

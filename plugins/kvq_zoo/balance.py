@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import enum
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import torch
 from jaxtyping import Float
@@ -19,13 +18,8 @@ _LOGS = (-0.3, 10.0)
 """Bounds of the logarithm of a scale: none is below 0.74, so what lies far below unit variance is hardly lifted."""
 _LEAST = 1e-8
 """Deviations that divide are at least this."""
-
-
-class Imbalance(enum.Enum):
-    """What the largest and the smallest are compared of: standard deviations (KVarN's code), variances (its paper)."""
-
-    deviation = "deviation"
-    variance = "variance"
+Imbalance = Literal["deviation", "variance"]
+"""What the largest and the smallest are compared of: standard deviations (KVarN's code), variances (its paper)."""
 
 
 class VarianceBalance(Stage):
@@ -55,15 +49,15 @@ class VarianceBalance(Stage):
 
     version: ClassVar[int] = 1
 
-    def __init__(self, kept: Axis | str, iterations: int = 8, imbalance: Imbalance | str = Imbalance.deviation) -> None:
+    def __init__(self, kept: Axis | str, iterations: int = 8, imbalance: Imbalance | str = "deviation") -> None:
         at_least("iterations", iterations, 0)
-        self.kept = choice(Axis, kept, "kept")
+        self.kept: Axis = choice(Axis, kept, "kept")
         self.iterations = iterations
-        self.imbalance = choice(Imbalance, imbalance, "imbalance")
+        self.imbalance: Imbalance = choice(Imbalance, imbalance, "imbalance")
 
     def scales(self, x: Float[Tensor, "*lead tokens dim"]) -> Tensor:
         """The kept scales `[..., tokens, 1]` or `[..., 1, dim]`, unrounded."""
-        along, across = (-1, -2) if self.kept is Axis.per_token else (-2, -1)
+        along, across = (-1, -2) if self.kept == "per_token" else (-2, -1)
         own, other = (torch.zeros_like(_deviation(x, dim)) for dim in (along, across))
         best, least = own.exp(), self._imbalance(x)
         balanced = x
@@ -82,7 +76,7 @@ class VarianceBalance(Stage):
         for dim in (-1, -2):
             deviation = _deviation(x, dim)
             ratios.append(deviation.amax((-1, -2), True) / deviation.amin((-1, -2), True).clamp_min(_LEAST))
-        if self.imbalance is Imbalance.variance:
+        if self.imbalance == "variance":
             ratios = [ratio.square() for ratio in ratios]
         return ratios[0] + ratios[1]
 

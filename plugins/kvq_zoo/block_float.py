@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import enum
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import torch
 from jaxtyping import Float, UInt8
@@ -25,17 +24,8 @@ _NEAR = 0.156  # of the largest magnitude: least squared error for UltraQuant's 
 _LEAST_E8M0 = 2.0**-126  # of byte 1; byte 0 is a group of zeros
 
 
-class BlockScale(enum.Enum):
-    """The byte of a group's scale: e4m3, the same rounded up, or an exponent of 2 with bias 127 (e8m0), up or near."""
-
-    e4m3 = "e4m3"
-    e4m3_up = "e4m3_up"
-    e8m0 = "e8m0"
-    e8m0_near = "e8m0_near"
-
-    @property
-    def is_exponent(self) -> bool:
-        return self in (BlockScale.e8m0, BlockScale.e8m0_near)
+BlockScale = Literal["e4m3", "e4m3_up", "e8m0", "e8m0_near"]
+"""The byte of a group's scale: e4m3, the same rounded up, or an exponent of 2 with bias 127 (e8m0), up or near."""
 
 
 class BlockFloatQuantizer(CodeQuantizer):
@@ -68,33 +58,29 @@ class BlockFloatQuantizer(CodeQuantizer):
     def __init__(
         self,
         group_size: int = 16,
-        scale: BlockScale | str = BlockScale.e4m3,
-        rounding: Rounding | str = Rounding.even,
+        scale: BlockScale | str = "e4m3",
+        rounding: Rounding | str = "even",
         four_over_six: bool = False,
     ) -> None:
         at_least("group_size", group_size, 1)
         self.group_size, self.four_over_six = group_size, four_over_six
-        self.scale, self.rounding = choice(BlockScale, scale, "scale"), choice(Rounding, rounding, "rounding")
-        require(
-            self.rounding in (Rounding.even, Rounding.up, Rounding.down),
-            "rounding",
-            self.rounding.name,
-            "even, up or down",
-        )
-        if four_over_six and self.scale is not BlockScale.e4m3:
-            raise ConfigError(f"four_over_six=true: with scale=e4m3; given scale={self.scale.name}")
+        self.scale: BlockScale = choice(BlockScale, scale, "scale")
+        self.rounding: Rounding = choice(Rounding, rounding, "rounding")
+        require(rounding in ("even", "up", "down"), "rounding", rounding, "even, up or down")
+        if four_over_six and self.scale != "e4m3":
+            raise ConfigError(f"four_over_six=true: with scale=e4m3; given scale={self.scale}")
 
     def encode(self, x: Float[Tensor, "*lead heads tokens dim"], dtype: torch.dtype) -> Parts:
         """Codes (`codes.0`) and `scale` `[..., heads, tokens, groups]`, one byte each."""
         groups = in_groups(x, self.group_size)
         largest = groups.abs().amax(-1, keepdim=True)
-        if self.scale is BlockScale.e8m0:
+        if self.scale == "e8m0":
             exponent = (largest / 6).clamp_min_(_LEAST).log2_().ceil_()
             scale, stored = torch.exp2(exponent), exponent.add(127).to(torch.uint8)
-        elif self.scale is BlockScale.e8m0_near:
+        elif self.scale == "e8m0_near":
             exponent = (largest * _NEAR).clamp_min_(_LEAST_E8M0).log2_().add_(0.5).floor_()
             scale, stored = torch.exp2(exponent), exponent.add(127).masked_fill_(largest == 0, 0).to(torch.uint8)
-        elif self.scale is BlockScale.e4m3_up:
+        elif self.scale == "e4m3_up":
             stored = _e4m3_up((largest / 6).clamp_min_(_LEAST_E4M3))
             scale = stored.to(x.dtype)
         else:
@@ -110,7 +96,7 @@ class BlockFloatQuantizer(CodeQuantizer):
     def decode(self, parts: Parts, shape: torch.Size, dtype: torch.dtype) -> Float[Tensor, "*lead heads tokens dim"]:
         """`scale * number`."""
         scale = parts["scale"].to(dtype)
-        if self.scale.is_exponent:
+        if self.scale in ("e8m0", "e8m0_near"):
             scale = torch.exp2(scale - 127)
         return times_scale(_numbers(unpack_parts(parts, self.bits, shape[-2]), dtype), scale, self.group_size)
 
@@ -134,12 +120,12 @@ def _codes(x: Tensor, scale: Tensor, rounding: Rounding) -> UInt8[Tensor, "*shap
     codes = torch.zeros(x.shape, dtype=torch.uint8, device=x.device)
     negative = (x < 0) & (scale != 0)
     for index, middle in enumerate(_MIDDLES):
-        if rounding is Rounding.down:
+        if rounding == "down":
             codes += (magnitude > middle) | (negative & (magnitude == middle))
             continue
-        up = rounding is Rounding.up or index % 2  # the even neighbour is the higher one
+        up = rounding == "up" or index % 2  # the even neighbour is the higher one
         codes += magnitude >= middle if up else magnitude > middle
-    if rounding is Rounding.down:
+    if rounding == "down":
         negative &= codes != 0
     return codes + _NEGATIVE * negative.to(torch.uint8)
 

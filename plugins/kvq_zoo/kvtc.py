@@ -5,10 +5,9 @@ Both are fitted with all layers at once, because the bits of a side are shared o
 
 from __future__ import annotations
 
-import enum
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import ClassVar, cast
+from typing import ClassVar, Literal, cast
 
 import torch
 from jaxtyping import Float, Int
@@ -28,20 +27,10 @@ from kvq_zoo.coefficient_groups import Errors, Groups, coded, measured, planned,
 
 _TOGETHER = 2**26
 """Numbers that are in fp64 at once while moments are summed up."""
-
-
-class Budget(enum.Enum):
-    """Who shares bits: `side`: all layers, keys and values apart; `own`: those of one layer and side."""
-
-    side = "side"
-    own = "own"
-
-
-class Layers(enum.Enum):
-    """Whose heads a basis joins: `own`: those of a layer; `all`: those of all layers."""
-
-    own = "own"
-    all = "all"
+Budget = Literal["side", "own"]
+"""Who shares bits: `side`: all layers, keys and values apart; `own`: those of one layer and side."""
+Layers = Literal["own", "all"]
+"""Whose heads a basis joins: `own`: those of a layer; `all`: those of all layers."""
 
 
 class PrincipalComponents(JointTransform):
@@ -62,13 +51,14 @@ class PrincipalComponents(JointTransform):
 
     version: ClassVar[int] = 1
 
-    def __init__(self, left_out: int = 4, layers: Layers | str = Layers.own) -> None:
+    def __init__(self, left_out: int = 4, layers: Layers | str = "own") -> None:
         at_least("left_out", left_out, 0)
-        self.left_out, self.layers = left_out, choice(Layers, layers, "layers")
+        self.left_out = left_out
+        self.layers: Layers = choice(Layers, layers, "layers")
 
     @property
     def joins_layers(self) -> bool:  # type: ignore[override]
-        return self.layers is Layers.all
+        return self.layers == "all"
 
     @property
     def policy(self) -> AllLayers | None:
@@ -132,11 +122,11 @@ class CoefficientQuantizer(SharingQuantizer):
     def __init__(
         self,
         bits: float | int,
-        budget: Budget | str = Budget.side,
+        budget: Budget | str = "side",
         sizes: Sequence[int] = (1, 16, 64, 256, 1024),
         tokens: int = 256,
     ) -> None:
-        self.budget = choice(Budget, budget, "budget")
+        self.budget: Budget = choice(Budget, budget, "budget")
         if not 0.5 <= bits <= 8:
             raise Unsupported(f"bits={bits}: a CoefficientQuantizer takes 0.5 to 8")
         if not sizes or min(sizes) < 1:
@@ -264,7 +254,7 @@ def fit_groups(
         errors[place] = measured((seen - tables[place]["mean"]) @ tables[place]["basis"], quantizer.sizes)
     shared: dict[object, list[Place]] = {}
     for place, (_, _, quantizer) in parts.items():
-        shared.setdefault(place[0] if quantizer.budget is Budget.side else place, []).append(place)
+        shared.setdefault(place[0] if quantizer.budget == "side" else place, []).append(place)
     out: dict[Place, Tables] = {}
     for places in shared.values():
         bits = sum(parts[place][2].bits * tables[place]["mean"].shape[1] for place in places)

@@ -9,7 +9,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from kvq.codecs.calibrated import Calibrated, Moments, States, Tables
-from kvq.codecs.quantizers import Axis, Parts
+from kvq.codecs.quantizers import Parts
 from kvq.codecs.rotations import per_head
 from kvq.codecs.second_moments import metric_basis
 from kvq.codecs.stages import Side, Stage
@@ -97,7 +97,7 @@ class SubspaceQuantizer(Calibrated, UniformQuantizer):
         weight: float = 1e-3,
         rows: int = 8192,
     ) -> None:
-        super().__init__(bits, Axis.per_channel, group_size)
+        super().__init__(bits, "per_channel", group_size)
         for name, number in (("channels", channels), ("rank", rank), ("rows", rows)):
             at_least(name, 1 if number is None else number, 1)
         require(weight > 0, "weight", weight, "above 0")

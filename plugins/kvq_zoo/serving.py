@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kvq.codecs.calibrated import Calibrated, States, Tables
 from kvq.codecs.packed import pack_parts
-from kvq.codecs.quantizers import Axis, Parts, to_stored
+from kvq.codecs.quantizers import Parts, to_stored
 from kvq.codecs.stages import Side, Stage
 from kvq.codecs.uniform import UniformQuantizer
 from kvq.errors import Unsupported, require
@@ -71,7 +71,7 @@ class TurboMindQuantizer(UniformQuantizer):
 
     def __init__(self, bits: int) -> None:
         require(bits <= 8, "bits", bits, "TurboMind's grid has 1 to 8 bits", Unsupported)
-        super().__init__(bits, Axis.per_token)
+        super().__init__(bits, "per_token")
 
     @property
     def is_affine(self) -> bool:

@@ -10,7 +10,6 @@ from jaxtyping import Float, Int
 from torch import Size, Tensor
 
 from kvq.codecs.calibrated import Calibrated, States, Tables
-from kvq.codecs.calibrated_levels import lloyd_levels
 from kvq.codecs.calibrated_rotations import TableRotation
 from kvq.codecs.packed import pack_parts, unpack_parts
 from kvq.codecs.quantizers import Parts, Quantizer
@@ -18,6 +17,8 @@ from kvq.codecs.rotations import eigenvectors
 from kvq.errors import Unsupported, require
 
 _MOST = 8
+_STEPS = 200  # of Lloyd at most
+_STILL = 1e-6  # a change of no level above this ends them
 
 
 class EigenRotation(TableRotation):
@@ -143,3 +144,22 @@ def water_filled(energies: list[float], total: int) -> list[int]:
         open_ones = [i for i, width in enumerate(widths) if width < _MOST]
         widths[max(open_ones, key=lambda i: max(energies[i], 1e-12) / 4.0 ** widths[i])] += 1
     return widths
+
+
+def lloyd_levels(values: Float[Tensor, "*shape"], bits: int) -> Float[Tensor, " levels"]:
+    """2^bits levels for all values, ascending, in fp64: at most 200 of Lloyd's steps from even ones."""
+    values = values.flatten().double().sort().values
+    sums = torch.nn.functional.pad(values.cumsum(0), (1, 0))
+    if not bits:
+        return values.mean()[None]
+    levels = torch.linspace(float(values[0]), float(values[-1]), 2**bits, dtype=torch.float64)
+    for _ in range(_STEPS):
+        inner = torch.searchsorted(values, (levels[1:] + levels[:-1]) / 2, right=True)
+        ends = torch.nn.functional.pad(inner, (1, 0))
+        ends = torch.cat([ends, ends.new_tensor([len(values)])])
+        held = ends.diff()
+        found = torch.where(held > 0, sums[ends].diff() / held.clamp(min=1), levels)
+        moved, levels = float((found - levels).abs().max()), found
+        if moved < _STILL:
+            break
+    return levels.sort().values

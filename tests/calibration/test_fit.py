@@ -47,6 +47,13 @@ def given(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     ]
 
 
+def test_comments_and_docstrings_do_not_change_the_name_of_a_file() -> None:
+    plain = "class A:\n    x = 1\n\n    def f(self):\n        return 2\n"
+    worded = '"""A module."""\nclass A:  # a class\n    """What it is."""\n    x = 1\n    """One."""\n\n'
+    worded += '    def f(self):\n        """Two."""\n        return 2\n'
+    assert files.statements(worded) == files.statements(plain) != files.statements(plain.replace("2", "3"))
+
+
 def calibrations(results: Path) -> list[Path]:
     return sorted((results / "calibration").glob("*.safetensors"))
 

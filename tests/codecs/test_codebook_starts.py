@@ -1,5 +1,7 @@
 """Starts of the sphere's codebook, its normal limit, and outlier channels of a calibration."""
 
+from typing import get_args
+
 import numpy as np
 import pytest
 import torch
@@ -8,7 +10,6 @@ from hypothesis import strategies as st
 
 from kvq.codecs import CalibratedChannelSplit, Codec, LloydMaxQuantizer, RandomizedHadamard, RandomRotation, TokenNorm
 from kvq.codecs.lloyd_max import (
-    Marginal,
     Start,
     codebook,
     density,
@@ -24,7 +25,7 @@ def states(*shape, seed=901):
 
 
 @pytest.mark.parametrize("bits", [1, 2, 3])
-@pytest.mark.parametrize("start", Start)
+@pytest.mark.parametrize("start", get_args(Start))
 def test_every_start_leads_to_the_optimal_levels(start, bits):
     np.testing.assert_allclose(levels_from(bits, 64, start, 3000), codebook(bits, 64), rtol=0, atol=1e-6)
 
@@ -35,7 +36,7 @@ def test_even_levels_have_the_printed_errors(bits, printed):
 
     The printed numbers lie within two standard errors of a quantile of so many samples.
     """
-    levels = levels_from(bits, 64, Start.even)
+    levels = levels_from(bits, 64, "even")
     end = levels[-1:]
     assert 2 * float(tail(end, 64)[0]) == pytest.approx(0.001)
     spread = 2 * (0.001 * 0.999 / 100_000) ** 0.5 / (2 * float(density(end, 64)[0])) / float(end[0])
@@ -47,7 +48,7 @@ def test_even_levels_have_the_printed_errors(bits, printed):
 @pytest.mark.long
 def test_draws_are_not_folded():
     """Levels of k-means++ are samples as drawn, on both sides; over seeds the printed error (0.024) is a common one."""
-    drawn = [levels_from(1, 64, Start.kmeans_plus_plus, seed=seed) for seed in range(200)]
+    drawn = [levels_from(1, 64, "kmeans_plus_plus", seed=seed) for seed in range(200)]
     assert not any(np.isclose(low, -high) for low, high in drawn)
     errors = [relative_error(levels, 64) / 64 for levels in drawn[:60]]
     print(
@@ -66,7 +67,7 @@ def relative_error(levels, dim):
 
 def test_quantiles_are_equally_probable():
     """The start `quantile` by samples: each level has as many samples between it and its neighbours' quantiles."""
-    levels = levels_from(3, 64, Start.quantile)[4:]
+    levels = levels_from(3, 64, "quantile")[4:]
     samples = torch.nn.functional.normalize(states(200_000, 64), dim=-1)[:, 0].abs().numpy()
     expected = np.quantile(samples, (np.arange(4) + 0.5) / 4)
     np.testing.assert_allclose(levels, expected, rtol=0.02)
@@ -87,7 +88,7 @@ def test_channels_of_largest_variance_of_differences():
 @pytest.mark.parametrize(("dim", "gap"), [(8, 0.01), (128, 1e-4)])
 def test_the_sphere_has_less_error_than_its_normal_limit(dim, gap):
     """The levels of N(0, 1/D) in place of the exact ones cost more where there are few channels."""
-    exact, normal = (relative_error(codebook(2, dim, marginal), dim) for marginal in (Marginal.sphere, Marginal.normal))
+    exact, normal = (relative_error(codebook(2, dim, marginal), dim) for marginal in ("sphere", "normal"))
     print(f"2 bits, D={dim}: sphere {exact:.5f}, normal {normal:.5f}")
     assert normal - exact > 0
     assert (normal / exact - 1 > gap) == (dim == 8)

@@ -1,6 +1,7 @@
 """The compiled CPU loops against fp64 dequantize-then-attend."""
 
 import dataclasses
+from typing import get_args
 
 import pytest
 import torch
@@ -153,11 +154,11 @@ def test_angles_that_turn_a_shift(pairs, interleaved, dtype):
 @given(st.data())
 def test_norms_and_shifts_of_some_heads(data):
     """Codes of one plane or several, groups in whole bytes or not, along either axis, norms of heads or of tokens."""
-    axes, sizes = st.sampled_from(list(Axis)), st.sampled_from([None, 1, 6, 8, 32])
+    axes, sizes = st.sampled_from(get_args(Axis)), st.sampled_from([None, 1, 6, 8, 32])
     norm, shift = (
         DoubleQuant(data.draw(st.integers(2, 9)), data.draw(axes), data.draw(sizes), s) for s in (False, True)
     )
-    scope = data.draw(st.sampled_from(list(Scope)))
+    scope = data.draw(st.sampled_from(get_args(Scope)))
     stages = {"first": TokenNorm(scope, double_quant=norm), "shift": ChannelShift("mean", shift), "last": TokenNorm()}
     codec = Codec(stages, list(stages), UniformQuantizer(2, "per_token", None))
     block = data.draw(st.sampled_from([5, 16, 64]))
