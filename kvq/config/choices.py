@@ -25,7 +25,6 @@ from omegaconf._utils import get_yaml_loader
 from kvq.errors import ConfigError
 
 CONFIG_NAME = "config"
-_GLOBAL = "# @package _global_\n"
 SIDES = ("key", "value")
 _NAMED = ("method", "model")  # groups whose settings repeat the name of the choice
 _TABLE = frozenset({"defaults", "package", "rows"})
@@ -58,14 +57,6 @@ class Choice:
     def read(self) -> dict[str, Any]:
         """The settings as written, with the `defaults` list, for the caller to change."""
         return _read(self.file) if self.settings is None else copy.deepcopy(dict(self.settings))
-
-    def read_package(self) -> str | None:
-        """Where its settings go: `_group_`, `_global_`, or None for several places or another."""
-        if self.settings is not None:
-            return {None: "_group_", "_global_": "_global_"}.get(self.package)
-        text = self.file.read_text(encoding="utf-8")
-        rest = text.removeprefix(_GLOBAL)
-        return None if "@package" in rest else "_group_" if rest == text else "_global_"
 
 
 def conf_dir() -> Path:
