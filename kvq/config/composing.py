@@ -174,28 +174,21 @@ def compose_with_hydra(folders: Sequence[Path], overrides: Sequence[str]) -> Com
 def compose_quickly(files: Files, overrides: Sequence[str]) -> Composition | None:
     """The same from what is kept of the choices; None for what only Hydra composes."""
     try:
-        parsed = _parse(files, overrides)
-        if parsed is None:
+        if (parsed := _parse(files, overrides)) is None:
             return None
-        chosen = _chosen(files, tuple(sorted(parsed.choices.values())))
-        config: DictConfig = pickle.loads(chosen.pickled)
-        for override in parsed.values:
-            OmegaConf.update(config, override.key_or_group, copy.deepcopy(override.value()), merge=True)
-        return Composition(_with_texts(config, parsed.values), chosen.choices)
+        choices, values = parsed
+        found: Composition = pickle.loads(_chosen(files, choices))
+        for override in values:
+            OmegaConf.update(found.config, override.key_or_group, copy.deepcopy(override.value()), merge=True)
+        _with_texts(found.config, values)
+        return found
     except Exception:  # whatever is wrong, Hydra says it
         return None
 
 
-class _Parsed(NamedTuple):
-    """Overrides by kind: the choice of each group as an override, values of settings."""
-
-    choices: dict[str, str]
-    values: list[Override]
-
-
-def _parse(files: Files, overrides: Sequence[str]) -> _Parsed | None:
-    """The overrides parsed; None where one of them is of another kind."""
-    found, groups = _Parsed({}, []), _groups(files)
+def _parse(files: Files, overrides: Sequence[str]) -> tuple[tuple[str, ...], list[Override]] | None:
+    """Choices of groups, the last of each, and values of settings; None where an override is of another kind."""
+    chosen, values, groups = dict[str, str](), list[Override](), _groups(files)
     for override in map(_parsed, overrides):
         key, added = override.key_or_group, override.is_add() or override.is_force_add()
         if override.is_hydra_override() or override.is_sweep_override() or override.package is not None or "/" in key:
@@ -203,10 +196,10 @@ def _parse(files: Files, overrides: Sequence[str]) -> _Parsed | None:
         if override.is_delete() or added != (key == _EXPERIMENT):
             return None
         if key in groups:
-            found.choices[key] = f"{'+' * added}{key}={override.value()}"
+            chosen[key] = f"{'+' * added}{key}={override.value()}"
         else:
-            found.values.append(override)
-    return found
+            values.append(override)
+    return tuple(sorted(chosen.values())), values
 
 
 @functools.lru_cache(maxsize=4096)
@@ -223,39 +216,33 @@ def _groups(files: Files) -> frozenset[str]:
     return frozenset(entry.name for root in files.folders for entry in root.iterdir() if entry.is_dir())
 
 
-class _Chosen(NamedTuple):
-    """What some choices compose to, pickled: unpickling takes a quarter of the time of `copy.deepcopy`."""
-
-    pickled: bytes
-    choices: Mapping[str, str | None]
-
-
 @functools.lru_cache(maxsize=512)  # of 20 kB each
-def _chosen(files: Files, choices: tuple[str, ...]) -> _Chosen:
-    """What these choices and the defaults of other groups compose to: from the cache folder, else by Hydra."""
+def _chosen(files: Files, choices: tuple[str, ...]) -> bytes:
+    """The pickled `Composition` of these choices and the defaults of other groups: as kept on disk, else by Hydra.
+
+    Unpickling takes a quarter of the time of `copy.deepcopy`.
+    """
     name = hashlib.sha256(repr((files.folders, choices)).encode()).hexdigest()
     path = cache_folder() / "compositions" / f"{name[:32]}.pickle"
-    with contextlib.suppress(Exception):  # not kept, or not readable
+    with contextlib.suppress(OSError, ValueError):  # not kept, or no file of ours
         digest, kept = path.read_bytes().split(b"\n", 1)
-        if digest.decode() == _digest(files, kept):  # else of other settings, or torn
-            return _Chosen(*pickle.loads(kept))
-    found = compose_with_hydra(files.folders, choices)
-    chosen = _Chosen(pickle.dumps(found.config), found.choices)
-    kept = pickle.dumps(tuple(chosen))
+        if digest == _digest(files, kept):  # else of other settings, or torn
+            return kept
+    kept = pickle.dumps(compose_with_hydra(files.folders, choices))
     with contextlib.suppress(OSError):  # a folder that cannot be written costs time only
         path.parent.mkdir(parents=True, exist_ok=True)
         temporary = path.with_suffix(f".{os.getpid()}")
-        temporary.write_bytes(_digest(files, kept).encode() + b"\n" + kept)
+        temporary.write_bytes(_digest(files, kept) + b"\n" + kept)
         temporary.replace(path)
-    return chosen
+    return kept
 
 
-def _digest(files: Files, kept: bytes) -> str:
-    return hashlib.sha256(files.stamp.encode() + kept).hexdigest()
+def _digest(files: Files, kept: bytes) -> bytes:
+    return hashlib.sha256(files.stamp.encode() + kept).hexdigest().encode()
 
 
-def _with_texts(config: DictConfig, overrides: Iterable[Override]) -> DictConfig:
-    """Words of settings that are texts as they were typed: Hydra reads 1.10 and 2024_11_26 as numbers."""
+def _with_texts(config: DictConfig, overrides: Iterable[Override]) -> None:
+    """Set settings that are texts to the words as they were typed: Hydra reads 1.10 and 2024_11_26 as numbers."""
     for override in overrides:
         if override.is_delete() or override.is_sweep_override() or override.package is not None:
             continue
@@ -272,7 +259,6 @@ def _with_texts(config: DictConfig, overrides: Iterable[Override]) -> DictConfig
             changed = [one for one in value if isinstance(one, bool | int | float) and str(one) not in words]
             if changed:
                 raise ConfigError(f"{typed}: {name} holds texts; quote what looks like a number ('\"1.10\"')")
-    return config
 
 
 OmegaConf.register_new_resolver("kvbits", _kvbits, replace=True)

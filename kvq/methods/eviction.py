@@ -72,18 +72,11 @@ class Seen(NamedTuple):
     scores: Scores
 
 
-class When(enum.Enum):
-    """`prompt`: once, after the prompt; `always`: after every forward, so that the budget holds at all times."""
+When = enum.StrEnum("When", "prompt always")
+"""`prompt`: once, after the prompt; `always`: after every forward, so that the budget holds at all times."""
 
-    prompt = "prompt"
-    always = "always"
-
-
-class Pool(enum.Enum):
-    """How SnapKV smooths scores over neighbouring tokens."""
-
-    avg = "avg"
-    max = "max"
+Pool = enum.StrEnum("Pool", "avg max")
+"""How SnapKV smooths scores over neighbouring tokens."""
 
 
 class Eviction(Policy, abc.ABC):

@@ -79,18 +79,11 @@ class OutlierTokens(MixedPrecision):
         return like if layer < self.exempt_layers else PoolLayer(like, self)
 
 
-class Divisor(enum.Enum):
-    """Divisor of the attention that a token receives: the number of probes that see it, or of positions from it on."""
+Divisor = enum.StrEnum("Divisor", "probes later")
+"""Divisor of the attention that a token receives: the number of probes that see it, or of positions from it on."""
 
-    probes = "probes"
-    later = "later"
-
-
-class Decoding(enum.Enum):
-    """Probe queries of the blocks after the first: shares of all queries, or only the last one."""
-
-    shares = "shares"
-    last = "last"
+Decoding = enum.StrEnum("Decoding", "shares last")
+"""Probe queries of the blocks after the first: shares of all queries, or only the last one."""
 
 
 class Saliency(MixedPrecision):
