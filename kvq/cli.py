@@ -204,16 +204,28 @@ def _alone(config: Config) -> list[str] | None:
     return None
 
 
+def _begin(cfg: DictConfig) -> tuple[Config, ModuleType] | None:
+    """A run to be measured and `kvq.runs`; None for a run of `plan=true`, whose state is printed."""
+    config = resolve(cfg)
+    limits, bits = config.method.bits_range, config.parsed_bits
+    if limits is not None and bits is not None and not (config.plan or config.method.bits_by_layer):
+        check_range(config.method.name, limits, bits, config.method.real_bits)
+    runs, sweep = _measuring()
+    if config.plan and _session.here:
+        _session.plan = _session.plan or sweep.SweepPlan()
+        _session.plan.add(config)
+    elif _session.here:
+        _session.sweep = _session.sweep or sweep.Sweep(1 if _session.elsewhere else len(_session.jobs) or 1)
+    return None if config.plan else (config, runs)
+
+
 def _measure(cfg: DictConfig, sweep: bool) -> None:
-    config = _within_bits(resolve(cfg))
-    runs, shown = _measuring()
-    if not _session.here:
-        if not config.plan:
-            runs.run(config, partial(_alone, config))
+    if (begun := _begin(cfg)) is None:
         return
-    if _planned(config, shown):
+    config, runs = begun
+    if _session.sweep is None:  # a launcher's worker
+        runs.run(config, partial(_alone, config))
         return
-    _session.sweep = _session.sweep or shown.Sweep(len(_session.jobs) or 1)
     record = None
     try:
         record = runs.run(config, partial(_alone, config), _session.baselines)
@@ -222,25 +234,6 @@ def _measure(cfg: DictConfig, sweep: bool) -> None:
     # In a sweep the table shows an unsupported run; a single run fails with the reason.
     if record.status == "unsupported" and not sweep:
         raise Unsupported(record.reason)
-
-
-def _within_bits(config: Config) -> Config:
-    """The configuration, whose bits its method can do; others are refused before seconds of imports, without a record.
-
-    A plan shows them.
-    """
-    limits, bits = config.method.bits_range, config.parsed_bits
-    if limits is not None and bits is not None and not (config.plan or config.method.bits_by_layer):
-        check_range(config.method.name, limits, bits, config.method.real_bits)
-    return config
-
-
-def _planned(config: Config, shown: ModuleType) -> bool:
-    """Print the state of a run of `plan=true`; false for a run to be measured."""
-    if config.plan:
-        _session.plan = _session.plan or shown.SweepPlan()
-        _session.plan.add(config)
-    return config.plan
 
 
 def _show_experiment(name: str, jobs: int) -> None:
@@ -254,12 +247,11 @@ def _show_experiment(name: str, jobs: int) -> None:
 
 def _fetch(job: list[str]) -> None:
     """Add the record that a launcher's worker wrote for a job."""
-    config = _within_bits(resolve(compose(job)))
-    runs, shown = _measuring()
-    if _planned(config, shown):
+    if (begun := _begin(compose(job))) is None:
         return
-    _session.sweep = _session.sweep or shown.Sweep(1)
+    config, runs = begun
     state, why, record = runs.Prepared(config).state
+    assert _session.sweep is not None
     _session.sweep.add(config, record)
     if state not in ("done", "unsupported"):
         raise KvqError(why or f"{state}: left no usable record; the worker's own output says why")

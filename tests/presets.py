@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from kvq.config import MethodConfig, compose, compose_part, resolve, resolve_part
+from kvq.config import MethodConfig, compose, resolve_part
 from kvq.config.explain import choices
 
 ABOUT = choices()["method"]
@@ -23,8 +23,7 @@ METHODS = [name for name in NAMES if "/" not in name]
 def preset(name: str, *overrides: str) -> MethodConfig:
     """The method of a run with these overrides, without the run's other parts where they do not matter."""
     given = [f"method={name}", *overrides]
-    part = compose_part("method", given)
-    return resolve(compose(given)).method if part is None else resolve_part(part, "method")
+    return resolve_part(compose(given), "method")
 
 
 def form(value: Any, side: str = "") -> frozenset[tuple[str, str, Any]]:

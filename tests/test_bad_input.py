@@ -32,7 +32,7 @@ NAMES = [
     (["residual=nine"], "residual=nine: unknown residual; .*Did you mean 'none'"),
     (["+experiment=mian"], "experiment=mian: unknown experiment.*Did you mean 'main'"),
     (["+experiment=nsnquant/tabel2"], "unknown experiment.*Did you mean 'nsnquant/table2'"),
-    (["+experiment=nsnquant/table5", "layout.pool=max"], "layout.pool=max: mean or sum"),
+    (["+experiment=nsnquant/table5", "layout.pool=max"], "layout.pool=max: one of mean, sum"),
     (["+experiment=nsnquant/table5", "layout.axes.methd=[x]"], "layout.axes.methd"),
     (["experiment=main"], r"add it with \+experiment=main"),
     (["metod=nsn"], "metod: unknown setting; .*Did you mean 'method'"),

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,6 @@ from omegaconf._utils import get_yaml_loader
 from kvq.errors import ConfigError
 
 CONFIG_NAME = "config"
-_GLOBAL = "# @package _global_\n"
 SIDES = ("key", "value")
 _NAMED = ("method", "model")  # groups whose settings repeat the name of the choice
 _TABLE = frozenset({"defaults", "package", "rows"})
@@ -59,14 +58,6 @@ class Choice:
         """The settings as written, with the `defaults` list, for the caller to change."""
         return _read(self.file) if self.settings is None else copy.deepcopy(dict(self.settings))
 
-    def read_package(self) -> str | None:
-        """Where its settings go: `_group_`, `_global_`, or None for several places or another."""
-        if self.settings is not None:
-            return {None: "_group_", "_global_": "_global_"}.get(self.package)
-        text = self.file.read_text(encoding="utf-8")
-        rest = text.removeprefix(_GLOBAL)
-        return None if "@package" in rest else "_group_" if rest == text else "_global_"
-
 
 def conf_dir() -> Path:
     """The folder of configuration files: next to the package in a checkout, in it when installed from a wheel."""
@@ -77,35 +68,29 @@ def conf_dir() -> Path:
     raise ConfigError(f"conf: no {CONFIG_NAME}.yaml in {package / 'conf'} or {package.parent / 'conf'}; reinstall kvq")
 
 
-def choices_in(folder: Path) -> Iterator[Choice]:
-    """All choices of a folder laid out as `conf/` is, by group and name.
+def choices_in(folder: Path, within: str = "*") -> Iterator[Choice]:
+    """All choices of a folder laid out as `conf/` is, or those of the group `within`, by group and name.
 
     Other files whose names begin with an underscore, and those in such folders, are parts of choices and left out.
     """
     found: list[Choice] = []
-    for path in folder.rglob("*.yaml"):
+    for path in folder.glob(f"{within}/**/*.yaml"):
         group, *names = path.relative_to(folder).with_suffix("").parts
-        if names and not any(name.startswith("_") for name in names):
+        if not any(name.startswith("_") for name in names):
             found.append(Choice(group, "/".join(names), path, _about(path)))
-        elif names and path.name.startswith("_"):
+        elif path.name.startswith("_"):
             found += _rows_of(path, path.stat().st_mtime_ns, group, tuple(names[:-1]))
     yield from sorted(found, key=lambda choice: (choice.group, *choice.name.split("/")))
 
 
 def find(group: str, name: str, *folders: Path) -> Choice | None:
     """A choice by name in the first folder that has it; None where none does."""
-    for folder in folders:
-        path = folder / group / f"{name}.yaml"
-        if path.is_file():
-            return Choice(group, name, path, _about(path))
-        for choice in _rows(folder, group, _stamps(folder, group)):
-            if choice.name == name:
-                return choice
-    return None
+    return next((one for folder in folders for one in choices_in(folder, group) if one.name == name), None)
 
 
-def rows_of(path: Path, group: str, below: list[str]) -> list[Choice]:
-    """The rows of a table in the folder `below` its group; none for a file that is not a table."""
+@functools.lru_cache(maxsize=256)
+def _rows_of(path: Path, stamp: int, group: str, below: tuple[str, ...]) -> list[Choice]:
+    """The rows of a table in the folder `below` its group, as it was last changed; none of a file that is no table."""
     table = _read(path)
     if "rows" not in table:
         return []
@@ -156,55 +141,33 @@ def _read(path: Path) -> dict[str, Any]:
     return content if isinstance(content, dict) else {}
 
 
-def _stamps(folder: Path, group: str) -> tuple[tuple[Path, int], ...]:
-    """The tables of a group and when each was last changed."""
-    return tuple((path, path.stat().st_mtime_ns) for path in sorted((folder / group).rglob("_*.yaml")))
+class _LazyNode(ConfigNode):
+    """A choice in Hydra's ConfigStore, whose configuration is made when Hydra loads it."""
 
-
-@functools.lru_cache(maxsize=64)
-def _rows(folder: Path, group: str, stamps: tuple[tuple[Path, int], ...]) -> list[Choice]:
-    return [
-        row
-        for path, stamp in stamps
-        for row in _rows_of(path, stamp, group, path.parent.relative_to(folder / group).parts)
-    ]
-
-
-@functools.lru_cache(maxsize=256)
-def _rows_of(path: Path, stamp: int, group: str, below: tuple[str, ...]) -> list[Choice]:
-    """`rows_of` a table as it was when it was last changed."""
-    return rows_of(path, group, list(below))
-
-
-class _RowNode(ConfigNode):
-    """A row in Hydra's ConfigStore, whose configuration is made when Hydra loads it."""
-
-    def __init__(self, row: Choice) -> None:
-        self.row = row
-        self.name, self.group, self.package, self.provider = f"{row.name}.yaml", row.group, row.package, "kvq"
+    def __init__(self, group: str, name: str, load: Callable[[], Any], package: str | None) -> None:
+        self.name, self.group, self.package, self.provider = f"{name}.yaml", group, package, "kvq"
+        self.load = load
 
     @property
     def node(self) -> DictConfig:
-        return OmegaConf.create(self.row.read())
+        return OmegaConf.create(self.load())
 
     @node.setter
     def node(self, loaded: DictConfig) -> None:
         """Hydra gives its copy of a node the configuration that it has just read from it."""
 
 
-_registered: dict[tuple[Path, str], tuple[tuple[Path, int], ...]] = {}
+def store_choice(group: str, name: str, load: Callable[[], Any], package: str | None = None) -> None:
+    """Put a choice where Hydra finds it; `load` gives its settings or its schema when Hydra reads it."""
+    *below, last = name.split("/")
+    where = "/".join([group, *below])
+    store = ConfigStore.instance()
+    store.store(group=where, name=last, node={})
+    store._open(where)[f"{last}.yaml"] = _LazyNode(group, name, load, package)
 
 
 def register_rows(folder: Path) -> None:
-    """Put all rows of a folder's tables where Hydra finds them, unless they are what was put there last."""
-    store = ConfigStore.instance()
-    for group in sorted(path.name for path in folder.iterdir() if path.is_dir()):
-        stamps = _stamps(folder, group)
-        if not stamps or _registered.get((folder, group)) == stamps:
-            continue
-        for row in _rows(folder, group, stamps):
-            *below, name = row.name.split("/")
-            where = "/".join([group, *below])
-            store.store(group=where, name=name, node={})
-            store._open(where)[f"{name}.yaml"] = _RowNode(row)
-        _registered[folder, group] = stamps
+    """Put all rows of a folder's tables where Hydra finds them."""
+    for choice in choices_in(folder):
+        if choice.settings is not None:
+            store_choice(choice.group, choice.name, choice.read, choice.package)

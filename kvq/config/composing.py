@@ -1,8 +1,7 @@
 """Composing a run's configuration from `conf/` and the command line.
 
-Hydra takes 0.1 s to compose. Within a process it composes the defaults once; a choice whose file consists of settings
-and other files of its own group is merged over its schema and put in the place of the default one, and values are
-merged into a copy (3 ms). Everything else (added and deleted keys, packages, choices that make others, Hydra's own
+Hydra takes 0.1 s to compose. It composes each set of choices of groups once; the result is kept in the process and in
+kvq's cache folder, and values are merged into a copy. Everything else (added and deleted keys, packages, Hydra's own
 settings, whatever fails) is composed by Hydra, which words the error; `tests/config/test_composing.py` compares both.
 """
 
@@ -11,15 +10,18 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import hashlib
 import os
 import pickle
 import re
+import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import hydra
+import omegaconf
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -28,22 +30,22 @@ from omegaconf import DictConfig, ListConfig, OmegaConf, StringNode, open_dict
 
 from kvq.config import plugins
 from kvq.config.bits import Bits, first_width, parse_bits
-from kvq.config.choices import CONFIG_NAME, find, register_rows
+from kvq.config.carried import cache_folder
+from kvq.config.choices import CONFIG_NAME, register_rows
 from kvq.config.method import with_current_names
 from kvq.config.run import LOGGERS, Config
 from kvq.config.tasks import SCHEMAS
 from kvq.errors import ConfigError
 
 VERSION_BASE = "1.3"
-_EXPERIMENT = "experiment"  # a group whose files set every part
-_KEPT = 512  # parts of some kB
+_EXPERIMENT = "experiment"  # a group without a default choice
 
 
 class Files(NamedTuple):
-    """The folders of choices, kvq's own first, and a hash of the path, time and size of every file in them."""
+    """The folders of choices, kvq's own first, and a hash (hex) of what decides what their choices compose to."""
 
     folders: tuple[Path, ...]
-    stamp: int
+    stamp: str
 
 
 def register(config_dir: str | Path | None = None) -> Files:
@@ -107,29 +109,6 @@ def composition(overrides: Sequence[str], config_dir: str | Path | None = None) 
     return compose_quickly(files, words) or compose_with_hydra(files.folders, words)
 
 
-def compose_part(part: str, overrides: Sequence[str], config_dir: str | Path | None = None) -> DictConfig | None:
-    """`bits` and one part of what `compose` gives, in a fifth of its time.
-
-    None where the overrides decide other parts too, or only `compose` knows what is wrong with them.
-
-    Args:
-        part: a top-level setting, such as `method`.
-        overrides, config_dir: as in `compose`.
-    """
-    files = register(config_dir)
-    try:
-        parsed = _parse(files, with_current_names(overrides))
-        if parsed is None or len(parsed.choices) > 1 or any(name not in (part, "bits") for name in parsed.parts):
-            return None
-        group, name = next(iter(parsed.choices.items()), (_EXPERIMENT, ""))
-        if group not in (part, _EXPERIMENT):
-            return None
-        kept = _part(files, group, name, part)
-        return None if kept is None else _with_values(kept, parsed.values)
-    except Exception:  # whatever is wrong, Hydra says it
-        return None
-
-
 def files_of(config_dir: str | Path | None = None) -> Files:
     """The folders of choices as they are now."""
     folders = tuple(plugins.conf_dirs(config_dir))
@@ -139,7 +118,16 @@ def files_of(config_dir: str | Path | None = None) -> Files:
 
 
 def _stamped(folders: tuple[Path, ...]) -> Files:
-    return Files(folders, hash(tuple(entry for folder in folders for entry in sorted(_stamps(folder)))))
+    entries = [entry for folder in folders for entry in sorted(_stamps(folder))]
+    return Files(folders, hashlib.sha256(f"{_schemas()} {entries}".encode()).hexdigest())
+
+
+@functools.cache
+def _schemas() -> str:
+    """The files that may hold schemas, as the process has imported them, and the versions of libraries."""
+    packages = [Path(__file__).parent, *(plugin.folder for plugin in plugins.installed().values() if plugin.tasks)]
+    versions = hydra.__version__, omegaconf.__version__, sys.version
+    return repr((versions, [entry for package in packages for entry in sorted(_stamps(package))]))
 
 
 _unchanged: dict[tuple[Path, ...], Files] | None = None
@@ -157,11 +145,11 @@ def unchanged_files() -> Iterator[None]:
 
 
 def _stamps(folder: Path) -> Iterator[tuple[str, int, int]]:
-    """Path, time of change and bytes of every file in a folder."""
+    """Path, time of change and bytes of every file of settings or code in a folder."""
     for entry in os.scandir(folder):
         if entry.is_dir():
             yield from _stamps(Path(entry.path))
-        else:
+        elif entry.name.endswith((".yaml", ".py")):
             yield entry.path, entry.stat().st_mtime_ns, entry.stat().st_size
 
 
@@ -184,39 +172,23 @@ def compose_with_hydra(folders: Sequence[Path], overrides: Sequence[str]) -> Com
 
 
 def compose_quickly(files: Files, overrides: Sequence[str]) -> Composition | None:
-    """The same from what is kept; None for what only Hydra composes."""
+    """The same from what is kept of the choices; None for what only Hydra composes."""
     try:
-        parsed = _parse(files, overrides)
-        if parsed is None or _EXPERIMENT in parsed.choices:
+        if (parsed := _parse(files, overrides)) is None:
             return None
-        parts = {group: _part(files, group, name, group) for group, name in parsed.choices.items()}
-        if None in parts.values():  # a choice that makes others
-            whole = _chosen(files, tuple(f"{group}={name}" for group, name in parsed.choices.items()))
-            return Composition(_with_values(whole.pickled, parsed.values), whole.choices)
-        defaults = _chosen(files)
-        config: DictConfig = pickle.loads(defaults.pickled)
-        for group, kept in parts.items():
-            config[group] = pickle.loads(kept or b"")._get_node(group)
-        return Composition(_updated(config, parsed.values), {**defaults.choices, **parsed.choices})
+        choices, values = parsed
+        found: Composition = pickle.loads(_chosen(files, choices))
+        for override in values:
+            OmegaConf.update(found.config, override.key_or_group, copy.deepcopy(override.value()), merge=True)
+        _with_texts(found.config, values)
+        return found
     except Exception:  # whatever is wrong, Hydra says it
         return None
 
 
-class _Parsed(NamedTuple):
-    """Overrides by kind: the choice of a group, the value of a setting."""
-
-    choices: dict[str, str]
-    values: list[Override]
-
-    @property
-    def parts(self) -> set[str]:
-        """Top-level settings that are given values."""
-        return {value.key_or_group.partition(".")[0] for value in self.values}
-
-
-def _parse(files: Files, overrides: Sequence[str]) -> _Parsed | None:
-    """The overrides parsed; None where one of them is of another kind."""
-    found, groups = _Parsed({}, []), _groups(files)
+def _parse(files: Files, overrides: Sequence[str]) -> tuple[tuple[str, ...], list[Override]] | None:
+    """Choices of groups, the last of each, and values of settings; None where an override is of another kind."""
+    chosen, values, groups = dict[str, str](), list[Override](), _groups(files)
     for override in map(_parsed, overrides):
         key, added = override.key_or_group, override.is_add() or override.is_force_add()
         if override.is_hydra_override() or override.is_sweep_override() or override.package is not None or "/" in key:
@@ -224,10 +196,10 @@ def _parse(files: Files, overrides: Sequence[str]) -> _Parsed | None:
         if override.is_delete() or added != (key == _EXPERIMENT):
             return None
         if key in groups:
-            found.choices[key] = str(override.value())
+            chosen[key] = f"{'+' * added}{key}={override.value()}"
         else:
-            found.values.append(override)
-    return found
+            values.append(override)
+    return tuple(sorted(chosen.values())), values
 
 
 @functools.lru_cache(maxsize=4096)
@@ -244,32 +216,33 @@ def _groups(files: Files) -> frozenset[str]:
     return frozenset(entry.name for root in files.folders for entry in root.iterdir() if entry.is_dir())
 
 
-class _Chosen(NamedTuple):
-    """The defaults with some choices, pickled: unpickling takes a quarter of the time of `copy.deepcopy`."""
+@functools.lru_cache(maxsize=512)  # of 20 kB each
+def _chosen(files: Files, choices: tuple[str, ...]) -> bytes:
+    """The pickled `Composition` of these choices and the defaults of other groups: as kept on disk, else by Hydra.
 
-    pickled: bytes
-    choices: Mapping[str, str | None]
-
-
-@functools.lru_cache(maxsize=64)
-def _chosen(files: Files, choices: tuple[str, ...] = ()) -> _Chosen:
-    found = compose_with_hydra(files.folders, choices)
-    return _Chosen(pickle.dumps(found.config), found.choices)
-
-
-def _with_values(pickled: bytes, values: Sequence[Override]) -> DictConfig:
-    config: DictConfig = pickle.loads(pickled)
-    return _updated(config, values)
-
-
-def _updated(config: DictConfig, values: Sequence[Override]) -> DictConfig:
-    for override in values:
-        OmegaConf.update(config, override.key_or_group, copy.deepcopy(override.value()), merge=True)
-    return _with_texts(config, values)
+    Unpickling takes a quarter of the time of `copy.deepcopy`.
+    """
+    name = hashlib.sha256(repr((files.folders, choices)).encode()).hexdigest()
+    path = cache_folder() / "compositions" / f"{name[:32]}.pickle"
+    with contextlib.suppress(OSError, ValueError):  # not kept, or no file of ours
+        digest, kept = path.read_bytes().split(b"\n", 1)
+        if digest == _digest(files, kept):  # else of other settings, or torn
+            return kept
+    kept = pickle.dumps(compose_with_hydra(files.folders, choices))
+    with contextlib.suppress(OSError):  # a folder that cannot be written costs time only
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = path.with_suffix(f".{os.getpid()}")
+        temporary.write_bytes(_digest(files, kept) + b"\n" + kept)
+        temporary.replace(path)
+    return kept
 
 
-def _with_texts(config: DictConfig, overrides: Iterable[Override]) -> DictConfig:
-    """Words of settings that are texts as they were typed: Hydra reads 1.10 and 2024_11_26 as numbers."""
+def _digest(files: Files, kept: bytes) -> bytes:
+    return hashlib.sha256(files.stamp.encode() + kept).hexdigest().encode()
+
+
+def _with_texts(config: DictConfig, overrides: Iterable[Override]) -> None:
+    """Set settings that are texts to the words as they were typed: Hydra reads 1.10 and 2024_11_26 as numbers."""
     for override in overrides:
         if override.is_delete() or override.is_sweep_override() or override.package is not None:
             continue
@@ -286,77 +259,6 @@ def _with_texts(config: DictConfig, overrides: Iterable[Override]) -> DictConfig
             changed = [one for one in value if isinstance(one, bool | int | float) and str(one) not in words]
             if changed:
                 raise ConfigError(f"{typed}: {name} holds texts; quote what looks like a number ('\"1.10\"')")
-    return config
-
-
-@functools.lru_cache(maxsize=_KEPT)
-def _part(files: Files, group: str, name: str, part: str) -> bytes | None:
-    """`bits` and one part under a choice, pickled; None: only Hydra composes it.
-
-    Args:
-        name: empty for the default choice.
-        part: the group itself, or a part that an experiment sets.
-    """
-    layers = _layers(files, group, name, part) if name else []
-    if layers is None:
-        return None
-    root: DictConfig = pickle.loads(_without_choice(files, part, part == group))
-    for layer in layers:
-        node = root._get_node(part)
-        with open_dict(root):
-            typed = part == group and isinstance(node, DictConfig)
-            # A group whose type a schema among the layers decides has no settings until then.
-            OmegaConf.unsafe_merge(node if typed else root, layer if typed else {part: layer})
-    return pickle.dumps(root)
-
-
-@functools.lru_cache(maxsize=32)
-def _without_choice(files: Files, part: str, by_schema: bool) -> bytes:
-    """`bits` and one part, pickled: as its schema has it, or as the defaults do."""
-    base: DictConfig = pickle.loads(_chosen(files).pickled)
-    root: DictConfig = ConfigStore.instance().load("config_schema.yaml").node if by_schema else base
-    root.bits = base.bits
-    for other in root.keys() - {part, "bits"}:
-        del root.__dict__["_content"][other]
-    OmegaConf.set_struct(root, True)
-    return pickle.dumps(root)
-
-
-def _layers(files: Files, group: str, name: str, part: str) -> list[DictConfig] | None:
-    """Settings and schemas that a choice is made from, the last of which win; None: not from its own group alone."""
-    choice = find(group, name, *files.folders)
-    if choice is None:
-        return None
-    settings, package = choice.read(), choice.read_package()
-    entries = settings.pop("defaults", ["_self_"])
-    if package is None or "_self_" not in entries or (package == "_group_") != (part == group):
-        return None
-    layer = settings if part == group else settings.get(part, {})
-    found: list[DictConfig] = []
-    for entry in entries:
-        below = _below(files, group, name, part, entry, layer)
-        if below is None:
-            return None
-        found += below
-    return found
-
-
-def _below(
-    files: Files, group: str, name: str, part: str, entry: Any, own: Mapping[str, Any]
-) -> list[DictConfig] | None:
-    """The layers that an entry of a `defaults` list stands for."""
-    if entry == "_self_":
-        return [OmegaConf.create(dict(own))]
-    if not isinstance(entry, str):
-        return [] if part != group else None  # a choice of another group
-    if entry.endswith("_schema") and f"{entry}.yaml" in ConfigStore.instance().list(group):
-        return [ConfigStore.instance().load(f"{group}/{entry}.yaml").node]
-    path, at, place = entry.partition("@")
-    if entry.isidentifier() and "/" not in name and part == group:
-        return _layers(files, group, entry, part)
-    if path.startswith(f"/{group}/") and (place == "_here_" if part == group else not at):
-        return _layers(files, group, path.removeprefix(f"/{group}/"), part)
-    return None
 
 
 OmegaConf.register_new_resolver("kvbits", _kvbits, replace=True)

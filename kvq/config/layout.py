@@ -9,7 +9,7 @@ import string
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvq.errors import ConfigError, did_you_mean
+from kvq.errors import ConfigError, check_choice, did_you_mean
 
 AXES = ("model", "method", "setting", "dataset", "metric")
 """Columns of the published figures that tell them apart."""
@@ -62,23 +62,17 @@ class LayoutConfig:
             return
         for setting, given in (("axes", self.axes), ("metrics", self.metrics)):
             for axis in given:
-                if axis not in AXES:
-                    raise ConfigError(f"layout.{setting}.{axis}: one of {', '.join(AXES)}.{did_you_mean(axis, AXES)}")
+                check_choice(f"layout.{setting}", axis, AXES)
         if not self.title or not self.labels:
             raise ConfigError(f"layout.{'axes' if self.title else 'title'}: an experiment's table needs it")
         for setting in ("rows", "sections"):
             for axis in getattr(self, setting):
-                if axis not in self.labels:
-                    hint = did_you_mean(axis, self.labels)
-                    raise ConfigError(
-                        f"layout.{setting}={getattr(self, setting)}: one of {', '.join(self.labels)}.{hint}"
-                    )
+                check_choice(f"layout.{setting}", axis, self.labels)
         known = [label for labels in self.labels.values() for label in labels]
         for label in self.own:
             if label not in known:
                 raise ConfigError(f"layout.own: '{label}' is no label of the table.{did_you_mean(label, known)}")
-        if self.pool not in ("mean", "sum"):
-            raise ConfigError(f"layout.pool={self.pool}: mean or sum")
+        check_choice("layout.pool", self.pool, ("mean", "sum"))
         self._check_names()
         for _, piece, _, _ in string.Formatter().parse(self.metric):
             if piece is not None and piece not in self.metrics:

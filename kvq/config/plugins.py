@@ -16,14 +16,12 @@ import sysconfig
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, is_dataclass
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from hydra.core.config_store import ConfigNode, ConfigStore
-from omegaconf import DictConfig, OmegaConf
-
-from kvq.config.choices import Choice, choices_in, conf_dir
+from kvq.config.choices import Choice, choices_in, conf_dir, store_choice
 from kvq.config.task import TaskConfig
 from kvq.errors import ConfigError
 
@@ -201,39 +199,14 @@ def register_tasks(folder: Path | None) -> None:
         ConfigError: the module cannot be imported or does not define the task.
     """
     for plugin in installed().values():
-        for name, module in plugin.tasks.items():
-            _store(_TaskSchema(name, module, None))
+        for name in plugin.tasks:
+            store_choice("task", f"{name}_schema", partial(settings_of_task, name))
     if folder is None or not folder.is_dir():
         return
     make_importable(folder)
     for yaml in (folder / "task").glob("*.yaml"):
         if (file := folder / f"{yaml.stem}.py").is_file():
-            _store(_TaskSchema(yaml.stem, yaml.stem, file))
-
-
-def _store(schema: _TaskSchema) -> None:
-    store = ConfigStore.instance()
-    store.store(group="task", name=f"{schema.task}_schema", node={})
-    store._open("task")[schema.name] = schema
-
-
-class _TaskSchema(ConfigNode):
-    """A task's schema in Hydra's ConfigStore; its module is imported when Hydra reads it."""
-
-    def __init__(self, task: str, module: str, file: Path | None) -> None:
-        self.task, self.module, self.file = task, module, file
-        self.name, self.group, self.package, self.provider = f"{task}_schema.yaml", "task", None, "kvq"
-
-    @property
-    def node(self) -> DictConfig:
-        if self.file is None:
-            return OmegaConf.structured(settings_of_task(self.task))
-        module = _import_task(self.task, self.module, self.file)
-        return OmegaConf.structured(_settings_of(self.task, module))
-
-    @node.setter
-    def node(self, loaded: DictConfig) -> None:
-        """Hydra assigns the copy that it has read."""
+            store_choice("task", f"{yaml.stem}_schema", partial(_settings_beside, yaml.stem, file))
 
 
 def why_not(task: str, folder: Path | None) -> str:
@@ -287,6 +260,11 @@ def module_of_task(settings: TaskConfig) -> str:
     """
     home = type(settings).__module__
     return next((one.tasks[settings.name] for one in installed().values() if one.settings == home), home)
+
+
+def _settings_beside(task: str, file: Path) -> type[TaskConfig]:
+    """The dataclass of the settings of a task in a file of a folder, which is imported."""
+    return _settings_of(task, _import_task(task, task, file))
 
 
 def _settings_of(task: str, module: ModuleType) -> type[TaskConfig]:

@@ -26,13 +26,14 @@ from kvq.config.limits import (
     Seed,
     Several,
     Text,
+    among,
     between,
     check_limits,
 )
 from kvq.config.method import MethodConfig
 from kvq.config.residual import Residual, ResidualConfig, effective_residual
 from kvq.config.tasks import TIMED, Scoring, is_timed
-from kvq.errors import MAX_THREADS, ConfigError, check_folder, check_path, check_seed, did_you_mean, within
+from kvq.errors import MAX_THREADS, ConfigError, check_folder, check_path, check_seed, within
 
 _MAX_NAME = 128
 
@@ -176,9 +177,9 @@ class ModelConfig:
     revision: Text | None = None
     dtype: Dtype = Dtype.float32
     context: Several | None = None
-    device_map: str | None = None
+    device_map: Annotated[str, among(DEVICE_MAPS)] | None = None
     max_memory: Any = None
-    load_in: str | None = None
+    load_in: Annotated[str, among(LOAD_IN)] | None = None
     round_weights: Annotated[int, between(2, 8)] | None = None
     attn_implementation: Text | None = None
     trust_remote_code: bool = False
@@ -194,11 +195,6 @@ class ModelConfig:
             folder, _, self.gguf = self.path.rpartition("/")
             self.path = folder if folder.startswith(("/", ".", "~", DISTRIBUTION)) else f"./{folder}"
         _check_stored("model.cache_dtype", self.cache_dtype)
-        if self.device_map is not None and self.device_map not in DEVICE_MAPS:
-            hint = did_you_mean(self.device_map, DEVICE_MAPS)
-            raise ConfigError(f"model.device_map={self.device_map}: null or one of {', '.join(DEVICE_MAPS)}.{hint}")
-        if self.load_in is not None and self.load_in not in LOAD_IN:
-            raise ConfigError(f"model.load_in={self.load_in}: null or one of {', '.join(LOAD_IN)}")
         self._check_memory()
 
     def _check_memory(self) -> None:

@@ -25,7 +25,7 @@ from kvq.config.run import Mla
 from kvq.errors import ConfigError, KvqError, Unsupported, did_you_mean
 from kvq.methods.eviction import Eviction
 from kvq.methods.kept_keys import KeptKeys
-from kvq.methods.merged import GqaCompensation, MergedRotation, merged_rotation
+from kvq.methods.merged import GqaCompensation, merged_rotation
 from kvq.methods.method import FirstLayers, Method
 from kvq.methods.mixed_precision import MixedPrecision
 from kvq.methods.policies import Policy
@@ -101,7 +101,8 @@ def instantiate_method(method: MethodConfig, residual: ResidualConfig, bits: Any
             given = method.bits_by_layer.layers(given)[0]
         check_range(method.name, method.bits_range, given, method.real_bits)
     codecs = {side: _codec(method.name, f"method.{side}", getattr(method, side), head_dim) for side in ("key", "value")}
-    merged = _merged(method, codecs)
+    rotated = {"value": method.merge_rotation, "key": method.merge_key_rotation}
+    codecs, merged = merged_rotation(method.name, codecs, rotated)
     effective = effective_residual(method.residual, residual)
     if method.backend is not None and given is not None:
         check_backend(method.name, method.backend, given, effective)
@@ -187,14 +188,6 @@ def _of_heads(built: Mapping[str, Method], key: Any, value: Any) -> Method:
         if len(heads) > 1
     }
     return replace(whole, bits=Bits(mean_width(key), mean_width(value)), **own)
-
-
-def _merged(method: MethodConfig, codecs: dict[str, Codec | None]) -> MergedRotation | None:
-    """Build the MergedRotation that `merge_rotation` asks for and remove that stage from the codecs."""
-    asked = {"value": method.merge_rotation, "key": method.merge_key_rotation}
-    left, merged = merged_rotation(method.name, codecs, asked)
-    codecs.update(left)
-    return merged
 
 
 def _gqa(method: MethodConfig, codecs: Mapping[str, Codec | None]) -> GqaCompensation | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -283,7 +283,13 @@ class KeptKeys(Policy):
 
     def bound(self, tokenizer: Any) -> KeptKeys:
         """The same with the ids of the tokens. Raises: ConfigError: a text that is not one token."""
-        return replace(self, ids=token_ids(self.texts, tokenizer))
+        found = [tokenizer.encode(text, add_special_tokens=False) for text in self.texts]
+        for text, ids in zip(self.texts, found, strict=True):
+            if len(ids) != 1:
+                raise ConfigError(
+                    f"method.kept_keys.texts: '{text}' is {len(ids)} tokens of this model; each one token"
+                )
+        return replace(self, ids=tuple(int(ids[0]) for ids in found))
 
     def wrap_side(self, like: CacheSide, side: str, layer: int, layers: int) -> CacheSide:
         """Raises: ConfigError: the ids of the tokens are not known."""
@@ -297,17 +303,6 @@ class KeptKeys(Policy):
 def numbered(chosen: Iterable[int], layers: int) -> set[int]:
     """Indices of the chosen of `layers` layers; negative ones count from the last, others out of range drop out."""
     return {number % layers for number in chosen if -layers <= number < layers}
-
-
-def token_ids(texts: Sequence[str], tokenizer: Any) -> tuple[int, ...]:
-    """The token id of each text. Raises: ConfigError: a text that is not one token."""
-    found = []
-    for text in texts:
-        ids = tokenizer.encode(text, add_special_tokens=False)
-        if len(ids) != 1:
-            raise ConfigError(f"method.kept_keys.texts: '{text}' is {len(ids)} tokens of this model; each one token")
-        found.append(int(ids[0]))
-    return tuple(found)
 
 
 class KeptSide(KeptRows):

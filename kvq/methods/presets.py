@@ -26,7 +26,7 @@ from transformers.cache_utils import Cache, DynamicCache, EncoderDecoderCache
 
 from kvq.cache import KVCache
 from kvq.cache.hooks import named_arguments, stacks
-from kvq.config import compose_part
+from kvq.config import compose
 from kvq.config.explain import choices
 from kvq.config.method import RENAMED
 from kvq.errors import ConfigError, did_you_mean
@@ -126,9 +126,7 @@ _maker = functools.cache(Maker)
 @functools.cache
 def _file(name: str) -> dict[str, Any]:
     """The composed settings of a method, where interpolations are text."""
-    config = compose_part("method", [f"method={name}"])
-    assert config is not None
-    found = OmegaConf.to_container(config.method, resolve=False, enum_to_str=True)
+    found = OmegaConf.to_container(compose([f"method={name}"]).method, resolve=False, enum_to_str=True)
     assert isinstance(found, dict)
     return {str(setting): value for setting, value in found.items()}
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
@@ -22,29 +21,13 @@ _SCALARS = "BbHhIif?sAQqd"  # struct formats of the value types 0 to 12; 8 is a 
 _STRING, _ARRAY = 8, 9
 
 
-@dataclass(frozen=True)
-class GgufHeader:
-    """The scalars and strings of a file's metadata, and the bytes that its tensors need.
+def weights_of(metadata: dict[str, Any]) -> str:
+    """The type of most weights of a file with this metadata by llama.cpp's name, such as `Q4_1`."""
+    from gguf import LlamaFileType
 
-    Attributes:
-        metadata: values by name, such as `general.architecture`; of an array its length.
-    """
-
-    metadata: dict[str, Any]
-
-    @property
-    def architecture(self) -> str:
-        """The architecture by llama.cpp's name."""
-        return str(self.metadata.get("general.architecture"))
-
-    @property
-    def weights(self) -> str:
-        """The type of most weights by llama.cpp's name, such as `Q4_1`."""
-        from gguf import LlamaFileType
-
-        kind = self.metadata.get("general.file_type", -1)
-        names = {int(known): known.name.partition("_")[2] for known in LlamaFileType}  # MOSTLY_Q4_1, ALL_F32
-        return names.get(kind, f"type {kind}")
+    kind = metadata.get("general.file_type", -1)
+    names = {int(known): known.name.partition("_")[2] for known in LlamaFileType}  # MOSTLY_Q4_1, ALL_F32
+    return names.get(kind, f"type {kind}")
 
 
 def local_gguf(config: ModelConfig, folder: Path) -> Path | None:
@@ -65,19 +48,23 @@ def check_gguf(config: ModelConfig, file: Path, sha256: str) -> None:
             f"{place} is not the file that model={config.name} means (its sha256 is {sha256[:12]}...; it lies in "
             f"{file.parent}: delete it, and install or copy it again)"
         )
-    found = read_header(file).weights
+    found = weights_of(read_header(file))
     if config.weights is not None and found != config.weights:
         raise DataError(f"{place} has weights in {found}, not {config.weights} (model.weights)")
 
 
-def read_header(file: Path) -> GgufHeader:
-    """The metadata of a GGUF file."""
+def read_header(file: Path) -> dict[str, Any]:
+    """The scalars and strings of a GGUF file's metadata by name, of an array its length.
+
+    Raises:
+        DataError: no such file, or one without the bytes that its tensors need.
+    """
     state = file.stat()
     return _read_header(file, state.st_mtime_ns, state.st_size)
 
 
 @lru_cache(maxsize=8)
-def _read_header(file: Path, modified: int, size: int) -> GgufHeader:  # a changed file is read again
+def _read_header(file: Path, modified: int, size: int) -> dict[str, Any]:  # a changed file is read again
     try:
         with file.open("rb") as stream:
             magic, version, tensors, entries = struct.unpack("<4sIQQ", stream.read(24))
@@ -89,7 +76,7 @@ def _read_header(file: Path, modified: int, size: int) -> GgufHeader:  # a chang
                 raise DataError(f"{file.name}: truncated; {size} bytes hold no tensor at {stream.tell() + last}")
     except (struct.error, UnicodeDecodeError, OverflowError, MemoryError, IndexError) as error:
         raise DataError(f"{file.name}: no GGUF file, or a truncated one") from error
-    return GgufHeader(metadata)
+    return metadata
 
 
 def _number(stream: BinaryIO, form: str) -> Any:

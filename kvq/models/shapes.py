@@ -194,14 +194,12 @@ def held_shapes(text: Any) -> dict[int, tuple[int, int, int]] | None:
 
 
 def _kind(text: Any, layer: KvLayer, mla: Mla, held: tuple[int, int, int] | None = None) -> LayerKind:
+    dim, value_dim = layer.head_dim, layer.value_dim
     if held is not None:
         heads, dim, value_dim = held
-        return LayerKind(1, heads, dim, None if value_dim == dim else value_dim, layer.window)
-    if latent_numbers(text) is None:
+    elif latent_numbers(text) is None:
         own = layer_config(text, layer.index)
         heads = int(getattr(own, "num_key_value_heads", None) or own.num_attention_heads)
     else:
         heads = 1 if mla is Mla.latent else int(text.num_attention_heads)
-    return LayerKind(
-        1, heads, layer.head_dim, None if layer.value_dim == layer.head_dim else layer.value_dim, layer.window
-    )
+    return LayerKind(1, heads, dim, None if value_dim == dim else value_dim, layer.window)

@@ -19,7 +19,7 @@ from typing import Any
 
 from rich.console import Console
 
-from kvq.config import Config, compose, compose_part, plugins, resolve, resolve_part
+from kvq.config import Config, compose, plugins, resolve, resolve_part
 from kvq.config.carried import cache_folder
 from kvq.config.explain import COMPOSE_ERRORS, choices, explain
 from kvq.config.identity import by_names
@@ -62,7 +62,7 @@ def layout_named(name: str) -> LayoutConfig:
     """
     chosen = [f"+experiment={name}"]
     try:
-        return layout_of(compose_part("layout", chosen) or compose(chosen))
+        return layout_of(compose(chosen))
     except COMPOSE_ERRORS as error:
         raise KvqError(f"+experiment={name}: {explain(error, chosen)}") from error
 
@@ -249,8 +249,8 @@ def _resolved(rest: Overrides) -> Config:
 @functools.cache
 def _resolved_part(part: str, words: Overrides) -> dict[str, Any] | None:
     """The settings of a part; None where its choice decides others too, as some tasks choose a data set."""
-    config = compose_part(part, words)
-    if config is None:
+    config, defaults = compose(words), compose([])
+    if any(config._get_node(name) != defaults._get_node(name) for name in config.keys() - {part, "bits"}):
         return None
     settings = {part: resolve_part(config, part)}
     return settings | {"bits": resolve_part(config, "bits")} if part == "method" else settings

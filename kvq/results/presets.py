@@ -18,7 +18,7 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from kvq.config import Config, MethodConfig, Scoring, compose, compose_part, plugins
+from kvq.config import Config, MethodConfig, Scoring, compose, plugins
 from kvq.config.bits import Bits, first_width
 from kvq.config.diagnostics import DiagnosticConfig
 from kvq.config.explain import COMPOSE_ERRORS, choices
@@ -46,7 +46,7 @@ def _composed(own: Path | None, group: str, name: str) -> Any:
     chosen = [f"{group}={name}"]
     if name in _choices(own)[group]:  # the name may be a record's, of no preset
         with contextlib.suppress(*COMPOSE_ERRORS):
-            return compose_part(group, chosen) or compose(chosen)
+            return compose(chosen)
     return None
 
 

@@ -126,17 +126,13 @@ def _git(folder: Path, *arguments: str) -> str | None:
 
 
 @functools.cache
-def _versions() -> tuple[tuple[str, str], ...]:
-    found = []
-    for name in PACKAGES:
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            found.append((name, importlib.metadata.version(_DISTRIBUTIONS.get(name, name))))
-    return tuple(found)
-
-
 def package_versions() -> dict[str, str]:
     """Installed versions of the packages that results depend on; an absent one is left out."""
-    return dict(_versions())
+    found = {}
+    for name in PACKAGES:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[name] = importlib.metadata.version(_DISTRIBUTIONS.get(name, name))
+    return found
 
 
 @functools.cache

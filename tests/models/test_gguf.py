@@ -16,7 +16,7 @@ from kvq.config.run import ModelConfig
 from kvq.errors import DataError, KvqError
 from kvq.models import load_model
 from kvq.models.folder import folder_fingerprint
-from kvq.models.gguf import read_header
+from kvq.models.gguf import read_header, weights_of
 
 gguf = pytest.importorskip("gguf")
 ROOT = Path(__file__).parents[2]
@@ -42,9 +42,9 @@ def _config(file: Path, **more: object) -> ModelConfig:
 
 def test_header_says_architecture_and_type_of_weights(tmp_path: Path) -> None:
     header = read_header(_written(tmp_path / "m.gguf"))
-    assert (header.architecture, header.weights) == ("llama", "Q4_1")
-    assert header.metadata["llama.context_length"] == 64
-    assert header.metadata["tokenizer.ggml.tokens"] == 3
+    assert (header["general.architecture"], weights_of(header)) == ("llama", "Q4_1")
+    assert header["llama.context_length"] == 64
+    assert header["tokenizer.ggml.tokens"] == 3
 
 
 def test_fingerprint_is_that_of_the_file_alone(tmp_path: Path) -> None:

@@ -73,13 +73,13 @@ def test_choices_that_are_not_there_are_named() -> None:
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"axes": {"methods": ["A"]}}, "layout.axes.methods: one of model, method"),
+        ({"axes": {"methods": ["A"]}}, "layout.axes=methods: one of model, method"),
         ({"axes": {"method": ["C"]}}, "layout.names lacks 'C'"),
         ({"names": {"A": None, "B": "", "one": "", "two": ""}}, "'A' is null; layout.reasons says why"),
-        ({"rows": ["model"]}, "layout.rows=['model']: one of method, dataset"),
+        ({"rows": ["model"]}, "layout.rows=model: one of method, dataset"),
         ({"metric": "kl_{setting}"}, "layout.metrics has no setting"),
         ({"own": ["ona"]}, "layout.own: 'ona' is no label of the table. Did you mean 'one'?"),
-        ({"pool": "max"}, "layout.pool=max: mean or sum"),
+        ({"pool": "max"}, "layout.pool=max: one of mean, sum"),
         ({"title": None}, "layout.title"),
     ],
 )

@@ -91,11 +91,11 @@ def test_time_is_utc() -> None:
 
 def test_versions_of_absent_packages_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(provenance, "PACKAGES", ("numpy", "no-such-package-anywhere"))
-    provenance._versions.cache_clear()
+    package_versions.cache_clear()
     try:
         assert package_versions().keys() == {"numpy"}
     finally:
-        provenance._versions.cache_clear()
+        package_versions.cache_clear()
 
 
 def test_command_can_be_pasted_into_a_shell(monkeypatch: pytest.MonkeyPatch) -> None:
