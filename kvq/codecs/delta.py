@@ -10,7 +10,8 @@ from torch import Size, Tensor
 
 from kvq.codecs.codec import Codec, check_nested
 from kvq.codecs.packed import pack, together, unpack
-from kvq.codecs.quantizers import Parts, Quantizer, prefixed, to_stored, under
+from kvq.codecs.quantizers import Parts, Quantizer, choice, prefixed, to_stored, under
+from kvq.codecs.uniform import ScaleDtype
 from kvq.errors import ConfigError, Unsupported, at_least
 
 _PROBES, _PROBE_SEED = 256, 2_718_281_829
@@ -26,8 +27,9 @@ class DeltaQuantizer(Quantizer):
         codec: encodes a difference, each token on its own.
         anchor_every: a block's tokens at multiples of it are anchors too; None: the first alone.
         anchor_threshold: a token of a head is also an anchor where |δ_t| > threshold · |k_t|; 0: none is.
+        anchor_dtype: dtype of regular anchors (the paper's: float32); None: that of the states.
 
-    Stores `anchors` (the dtype of the states) and `delta.<part>` of the other tokens. With a threshold also `far`, one
+    Stores `anchors` and `delta.<part>` of the other tokens. With a threshold also `far`, one
     bit for each of these tokens and heads, and `far.anchors` `[..., 1, entries, dim]`, the anchors of all heads in the
     order of heads and tokens; their codes are stored and not read. Blocks of a batch have lists of equal length.
 
@@ -36,7 +38,13 @@ class DeltaQuantizer(Quantizer):
 
     version: ClassVar[int] = 1
 
-    def __init__(self, codec: Codec, anchor_every: int | None = None, anchor_threshold: float | int = 0) -> None:
+    def __init__(
+        self,
+        codec: Codec,
+        anchor_every: int | None = None,
+        anchor_threshold: float | int = 0,
+        anchor_dtype: ScaleDtype | str | None = None,
+    ) -> None:
         at_least("anchor_every", anchor_every, 1)
         at_least("anchor_threshold", anchor_threshold, 0)
         if not isinstance(codec, Codec):
@@ -46,6 +54,7 @@ class DeltaQuantizer(Quantizer):
             group = codec.token_group or "a block's"
             raise Unsupported(f"codec: {group} tokens share statistics; a delta is encoded before the next is known")
         self.codec, self.anchor_every, self.anchor_threshold = codec, anchor_every, anchor_threshold
+        self.anchor_dtype = None if anchor_dtype is None else choice(ScaleDtype, anchor_dtype, "anchor_dtype").torch
 
     @property
     def bits(self) -> float | None:
@@ -82,7 +91,7 @@ class DeltaQuantizer(Quantizer):
         decoded = x[..., :1, :]
         for token, regular in zip(x.split(1, -2), self._anchors(x.shape[-2]), strict=True):
             if regular:
-                anchors.append(to_stored(token, dtype))
+                anchors.append(to_stored(token, self.anchor_dtype or dtype))
                 decoded = anchors[-1].to(x.dtype)
                 continue
             delta = token - decoded

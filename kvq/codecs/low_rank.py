@@ -40,6 +40,7 @@ class LowRankCorrection(Calibrated, Quantizer):
         oversample: vectors that the randomized decomposition finds beside those that are kept.
         iterations: its power iterations.
         seed: of its start, independent of data seeds and of the seeds of rotations.
+        below: a base of so many bits or more is not corrected (KVQuant++, section 5.3: 4); None: every base is.
 
     Stores the codec's parts as `base.<name>`, `left` and `right` (fp16): `[..., heads, tokens * rank, 1]` and
     `[..., heads, rank, head_dim]`, 16 rank (1/tokens + 1/head_dim) bits per element.
@@ -57,6 +58,7 @@ class LowRankCorrection(Calibrated, Quantizer):
         oversample: int = 10,
         iterations: int = 2,
         seed: int = 3,
+        below: float | int | None = None,
     ) -> None:
         check_nested(base, "low-rank correction", binds=True)
         own = calibrated_parts(base)
@@ -69,11 +71,17 @@ class LowRankCorrection(Calibrated, Quantizer):
         check_seed("seed", seed)
         self.base, self.rank, self.oversample, self.iterations, self.seed = base, rank, oversample, iterations, seed
         self.svd: Svd = choice(Svd, svd, "svd")
+        self.below = below
 
     @property
     def bits(self) -> float | None:
         """Of the base."""
         return getattr(self.base.quantizer, "bits", None)
+
+    @property
+    def corrects(self) -> bool:
+        """Whether the base's error is corrected."""
+        return self.below is None or self.bits is None or self.bits < self.below
 
     @property
     def indices(self) -> dict[str, int]:
@@ -99,11 +107,14 @@ class LowRankCorrection(Calibrated, Quantizer):
 
     def encode(self, x: Float[Tensor, "*lead heads tokens dim"], dtype: torch.dtype) -> Parts:
         found = self.base.encode_block(x, dtype=dtype)
+        if not self.corrects:
+            return prefixed(found, _PREFIX)
         rest = x - self.base.decode_block(found, x.shape, x.dtype)
         return prefixed(found, _PREFIX) | stored_factors(self._factors(rest.flatten(0, -3)), x.shape)
 
     def decode(self, parts: Parts, shape: Size, dtype: torch.dtype) -> Float[Tensor, "*lead heads tokens dim"]:
-        return self.base.decode_block(under(parts, _PREFIX), shape, dtype) + product(parts, shape, dtype)
+        out = self.base.decode_block(under(parts, _PREFIX), shape, dtype)
+        return out + product(parts, shape, dtype) if self.corrects else out
 
 
 def stored_factors(factors: Factors, shape: Size) -> Parts:

@@ -38,6 +38,7 @@ class AdaptiveTiers(MixedPrecision):
         thresholds: the least scores of all tiers but the last, falling.
         relative: thresholds are multiples of 1/T, the mean weight of T tokens; else weights.
         hysteresis: a token moves where its score is beyond a threshold by this share of it.
+        every_step: choose tiers anew after every forward (a decoded token), as the source does.
 
     Source: kvquant-plus-plus, section 3.3, which has neither thresholds nor hysteresis and moves tokens at every step.
     """
@@ -50,6 +51,7 @@ class AdaptiveTiers(MixedPrecision):
         thresholds: Sequence[float | int] = (2, 0.5, 0.125),
         relative: bool = True,
         hysteresis: float | int = 0.25,
+        every_step: bool = False,
     ) -> None:
         for setting, given in (("decay", decay), ("hysteresis", hysteresis)):
             if not 0 <= given < 1:
@@ -57,6 +59,7 @@ class AdaptiveTiers(MixedPrecision):
         if not thresholds or min(thresholds) <= 0 or any(a <= b for a, b in itertools.pairwise(thresholds)):
             raise ConfigError(f"thresholds={list(thresholds)}: positive and falling, one less than there are tiers")
         self.decay, self.thresholds, self.relative, self.hysteresis = decay, list(thresholds), relative, hysteresis
+        self.every_step = every_step
 
     def wrap_layer(self, like: KVCacheLayer, layer: int, config: Any) -> KVCacheLayer:
         return TierLayer(like, self)
@@ -275,7 +278,7 @@ class TierLayer(PlannedLayer):
         assert isinstance(self.key, TierSide)
         assert isinstance(self.value, TierSide)
         gone, held = sum(self.key.leaving()), self.key.packed_tokens
-        if not gone:
+        if not gone and not (self.policy.every_step and held):
             return
         scores, seen = self._scores(held + gone), self.key.tokens
         tiers = self.policy.tiers(scores, seen)

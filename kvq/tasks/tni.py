@@ -36,13 +36,16 @@ from kvq.diagnostics import (
 from kvq.methods.method import Method
 from kvq.models.inputs import Inputs
 from kvq.results.files import Journal
-from kvq.tasks.capture import LayerStates, block_of, capture_windows, check
+from kvq.tasks.capture import LayerStates, block_of, capture_windows, check, windows_of
 from kvq.tasks.measurement import Baseline, Measurement, Task, mean_metric, units_like
 
 SIDES = ("query", "key", "value")
 _FIRST = 16
 _ROUNDING = 1e-6  # of the largest value
+_MOST = 0.9  # of a head's attention, above which it is that of one token (NSNQuant, section 3.1)
 _UNITS = {
+    "largest_*_share": "fraction",
+    "heads_of_one_token": "heads",
     "*_error_share_of_sinks": "fraction",
     "*_sinks": "positions",
     "*_layers_*": "layers",
@@ -61,8 +64,8 @@ def positions_of(tokens: int, count: int) -> list[int]:
 class NormStatistics:
     """Norm statistics of every layer and side, collected window by window."""
 
-    def __init__(self, task: TniConfig) -> None:
-        self.task, self.positions = task, positions_of(task.context, task.positions)
+    def __init__(self, task: TniConfig, by_token: TokenShares | None = None) -> None:
+        self.task, self.positions, self._by_token = task, positions_of(task.context, task.positions), by_token
         self._rows: dict[tuple[int, str], list[dict[str, Tensor]]] = defaultdict(list)
         self.relative: dict[tuple[int, str], list[Tensor]] = defaultdict(list)
         self._received: dict[int, list[Tensor]] = defaultdict(list)
@@ -71,6 +74,8 @@ class NormStatistics:
     def add(self, layer: LayerStates) -> None:
         """Take one layer of one window."""
         received = attention_received(layer.attention, layer.query, layer.key).cpu()
+        if self._by_token is not None:
+            self._by_token.add(layer.index, received)
         for side in SIDES:
             norms, place = token_norms(getattr(layer, side)), (layer.index, side)
             ratios, spread = over_median(norms)[0], imbalance(norms)
@@ -115,6 +120,44 @@ class NormStatistics:
             row |= {"norms": mean["norms"].T.tolist(), "relative": relative[self.positions].tolist()}
             out.append(row | {"attention": torch.stack(self._received[layer]).mean(0)[self.positions].tolist()})
             out += [{"kind": "sink", "side": side, "layer": layer, **sink} for sink in self.sinks(layer, side)]
+        return out + (self._by_token.samples() if self._by_token is not None else [])
+
+
+class TokenShares:
+    """Attention by what tokens are: of what queries give to earlier tokens, the share of each token of the vocabulary.
+
+    The first token of a window stands by itself, as `first`: heads look at it whatever it is.
+
+    Source: NSNQuant (arXiv 2505.18231), section 3.1: a comma receives more than 90% in certain heads.
+    """
+
+    def __init__(self, inputs: Inputs) -> None:
+        self._most = inputs.config.task.by_token
+        self._windows = [torch.cat([window.new_full((1,), -1), window[1:]]) for window in windows_of(inputs)]
+        self._tokens = torch.cat(self._windows).unique()
+        self._sums: dict[int, Tensor] = {}
+        self._seen: dict[int, int] = defaultdict(int)
+        self._name = inputs.tokenizer.decode
+
+    def add(self, layer: int, received: Float[Tensor, "heads tokens"]) -> None:
+        """Take what the tokens of the next window receive in a layer, as means over the queries behind each."""
+        places = torch.searchsorted(self._tokens, self._windows[self._seen[layer]])
+        self._seen[layer] += 1
+        weight = received * torch.arange(received.shape[1] - 1, -1, -1, dtype=received.dtype)
+        sums = self._sums.setdefault(layer, weight.new_zeros(len(weight), len(self._tokens)))
+        sums.index_add_(1, places, weight)
+
+    def samples(self) -> list[dict[str, Any]]:
+        """`kind` token: the tokens of largest share of every query head, largest first."""
+        out: list[dict[str, Any]] = []
+        for layer, sums in sorted(self._sums.items()):
+            shares = sums / sums.sum(1, keepdim=True)
+            for head, row in enumerate(shares):
+                for place in row.argsort(descending=True)[: self._most].tolist():
+                    token = int(self._tokens[place])
+                    text = "first" if token < 0 else self._name([token])
+                    named = {"layer": layer, "head": head, "token": token, "text": text}
+                    out.append({"kind": "token", **named, "share": float(row[place])})
         return out
 
 
@@ -124,6 +167,7 @@ class GroupStatistics:
     def __init__(self, method: Method, sinks: dict[tuple[int, str], list[int]]) -> None:
         self.method, self._sinks = method, sinks
         self._ranges: dict[tuple[int, str, str], list[Tensor]] = defaultdict(list)
+        self._norms: dict[tuple[int, str, str], list[Tensor]] = defaultdict(list)
         self._errors: dict[tuple[int, str], list[dict[str, Tensor]]] = defaultdict(list)
         self._without: dict[tuple[int, str], list[tuple[float, float]]] = defaultdict(list)
 
@@ -142,6 +186,8 @@ class GroupStatistics:
             size = y.square().mean().sqrt().clamp_min(torch.finfo(torch.float32).tiny)
             # Per head: the range, and the range in units of the stage's root mean square.
             self._ranges[(*at, name)].append(torch.stack([ranges.mean((0, 2, 3)), ranges.mean((0, 2, 3)) / size]).cpu())
+            norms = token_norms(y)
+            self._norms[(*at, name)].append(torch.stack([norms[..., 0].mean(), norms.mean()]).cpu())
         x_hat = reconstruct(codec, x, block, layer.rope)
         count = outputs[-1][1].shape[2] // group
         kept = slice(0, count * group)
@@ -163,7 +209,8 @@ class GroupStatistics:
         for (layer, side, stage), found in self._ranges.items():
             plain, relative = torch.stack(found).double().mean((0, 2)).tolist()
             place = {"kind": "range", "side": side, "layer": layer, "stage": stage}
-            out.append({**place, "range": plain, "relative_range": relative})
+            first, mean = torch.stack(self._norms[layer, side, stage]).double().mean(0).tolist()
+            out.append({**place, "range": plain, "relative_range": relative, "first_norm": first, "norm": mean})
         for (layer, side), windows in self._errors.items():
             mean = {name: torch.stack([window[name] for window in windows]).mean((0, 1)) for name in windows[0]}
             for index in range(len(mean["error"])):
@@ -183,7 +230,7 @@ def measure(inputs: Inputs, method: Method, baseline: Baseline | None, journal: 
     Where no sink is found, the position of lowest norm is used instead (its rows say so).
     """
     task: TniConfig = inputs.config.task
-    norms = NormStatistics(task)
+    norms = NormStatistics(task, TokenShares(inputs) if task.by_token else None)
     windows = capture_windows(inputs, norms.add)
     rows = norms.samples()
     if not method.is_full_precision:
@@ -196,6 +243,8 @@ def measure(inputs: Inputs, method: Method, baseline: Baseline | None, journal: 
         capture_windows(inputs, groups.add)
         rows += groups.samples()
     metrics = summary(rows) | {"windows": float(windows), "context": float(task.context)}
+    if task.by_token:
+        metrics |= by_token(rows)
     return Measurement(metrics, units_like(metrics, _UNITS), rows)
 
 
@@ -222,6 +271,19 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, float]:
             if rhos:
                 out[f"{side}_{name}_vs_error"] = sum(rhos) / len(rhos)
         out |= mean_metric(f"{side}_error_share_of_sinks", rows, "share_removed", kind="without", side=side)
+    return out
+
+
+def by_token(rows: list[dict[str, Any]]) -> dict[str, float]:
+    """Metrics of `task.by_token`: shares of tokens other than the first, and norms in front of layer 0's quantizers."""
+    shares = [row["share"] for row in rows if row["kind"] == "token" and row["token"] >= 0]
+    commas = [row["share"] for row in rows if row["kind"] == "token" and row["text"].strip() == ","]
+    out = {"largest_token_share": max(shares, default=0.0), "largest_comma_share": max(commas, default=0.0)}
+    out["heads_of_one_token"] = float(sum(share > _MOST for share in shares))
+    for side in ("key", "value"):
+        stages = [row for row in rows if row["kind"] == "range" and row["side"] == side and row["layer"] == 0]
+        if stages:
+            out |= {f"{side}_coded_{name}_layer0": stages[-1][name] for name in ("first_norm", "norm")}
     return out
 
 

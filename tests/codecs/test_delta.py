@@ -79,6 +79,17 @@ def test_the_closed_loop_by_its_definition(every, threshold, quantizer):
     assert count == {(None, 0): 4, (7, 0): 12, (None, 0.5): 8, (7, 0.5): 16}[every, threshold]
 
 
+def test_one_anchor_in_float32_for_all_tokens():
+    """The paper's: exact where a state in 16 bits would round, at 16 bits more for each channel of one token."""
+    x = drifting(96, dtype=torch.float32)
+    found = {dtype: chain(anchor_dtype=dtype).encode(x.half() if dtype is None else x) for dtype in (None, "float32")}
+    assert found["float32"].parts["anchors"].shape == (1, 2, 1, DIM)
+    assert torch.equal(found["float32"].parts["anchors"], x[:, :, :1])
+    assert found["float32"].nbytes - found[None].nbytes == 2 * DIM * 2
+    rounded = chain(anchor_dtype="bfloat16").encode(x).parts["anchors"]
+    assert torch.equal(rounded, x[:, :, :1].bfloat16())
+
+
 def test_a_codec_that_loses_nothing_gives_the_tokens_back():
     x = drifting(30, jumps=(11,))
     codec = Codec({}, [], DeltaQuantizer(Codec({}, [], Passthrough()), anchor_every=8, anchor_threshold=0.4))

@@ -36,6 +36,17 @@ def reconstructed(codec, x):
     return codec.decode(codec.encode(x))
 
 
+@pytest.mark.parametrize("gain", ["l2", "norm", "parallel"])
+def test_nsnquants_motivating_example(gain):
+    """(1, 2) with the codewords (0.8, 1.6) and (2, 3): the nearest is the first, and 1.25 times it is exact."""
+    x, codewords = torch.tensor([1.0, 2.0]), torch.tensor([[0.8, 1.6], [2.0, 3.0]])
+    nearest = codewords[(codewords - x).square().sum(-1).argmin()]
+    assert (nearest - x).square().sum() == pytest.approx(0.2)
+    factor = gain_factor(x[None], nearest[None], Gain(gain))
+    assert float(factor) == pytest.approx(1.25)
+    torch.testing.assert_close(factor * nearest, x[None])
+
+
 @given(seed=st.integers(0, 99), nudge=st.sampled_from([0.9, 0.999, 1.001, 1.1]))
 def test_l2_minimises_the_error(seed, nudge):
     x, x_hat = pair(seed)

@@ -47,6 +47,17 @@ def squared(codec, x):
     return float((codec.decode(codec.encode(x)) - x).square().sum() / x.square().sum())
 
 
+@pytest.mark.parametrize(("bits", "corrects"), [(2, True), (3, True), (4, False), (5, False)])
+def test_only_below_four_bits(bits, corrects):
+    """From `below` bits on, parts and states are those of the base."""
+    x, codec = states(1, 2, 70, 64), corrected(base(bits), below=4)
+    same = corrected(base(bits)) if corrects else base(bits)
+    found, expected = codec.encode(x), same.encode(x)
+    assert ("right" in found.parts) == corrects
+    assert found.nbytes == expected.nbytes
+    assert torch.equal(codec.decode(found), same.decode(expected))
+
+
 @pytest.mark.parametrize("tokens", NOISE)
 def test_noise_has_a_low_rank_part_too(tokens):
     """A gain over these figures is structure; below them, there is none."""

@@ -73,11 +73,13 @@ class ByHand:
         for token, received in enumerate(self.weights):
             received.append((both[0][token] + both[1][token]) / 2)
         if len(self.weights) % self.size == 0:
-            self.revise()
+            self.revise(len(self.weights))
+        elif self.policy.every_step:
+            self.revise(len(self.tiers))
 
-    def revise(self):
+    def revise(self, count):
         total = len(self.weights)
-        for token, weights in enumerate(self.weights):
+        for token, weights in enumerate(self.weights[:count]):
             value = score(weights, self.policy.decay)
             levels = [threshold / total for threshold in self.policy.thresholds]
             fresh = token >= len(self.tiers)
@@ -90,9 +92,11 @@ class ByHand:
             self.tiers[token : token + 1] = [new]
 
 
-def test_tokens_move_as_their_definition_says(model):
-    """48 tokens in blocks of 12, one forward each, in fp64: tiers, decoded tokens, and how many moved."""
+@pytest.mark.parametrize("every_step", [False, True])
+def test_tokens_move_as_their_definition_says(model, every_step):
+    """60 tokens in blocks of 12, one forward each, in fp64: tiers, decoded tokens, and how many moved."""
     method = tiers(size=12)
+    method.policy("token_policy").every_step = every_step
     layer = KVCache(model, method).layers[0]
     keys, values, queries = (gaussian(1, heads, 60, DIM, seed=400 + heads + at) for at, heads in enumerate((2, 2, 4)))
     hands = [ByHand(method), ByHand(method)]
