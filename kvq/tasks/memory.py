@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from kvq.cache.store import UNIT, BlockStore, TokenStore
-from kvq.cache.window import in_common, outside
+from kvq.cache.window import common_droppable, outside
 from kvq.codecs import Codec, Packed, Rope
 from kvq.config.diagnostics import MemoryConfig
 from kvq.config.residual import Policy, PrefillBlock, ResidualSide, leaving
@@ -175,7 +175,7 @@ def _stored_sides(shape: CacheShape, method: Method, tokens: int) -> Iterator[_S
         sides = {side: (getattr(method, side), getattr(method.residual, side)) for side in ("key", "value")}
         if kind.window is not None:
             sides = {side: method.in_window(codec, residual) for side, (codec, residual) in sides.items()}
-        dropped = in_common(gone, [functools.partial(droppable, *side, tokens) for side in sides.values()])
+        dropped = common_droppable(gone, [functools.partial(droppable, *side, tokens) for side in sides.values()])
         for side, (codec, residual) in sides.items():
             packed = 0 if codec is None else schedule(residual, codec, tokens)[0] - dropped
             yield _StoredSide(side, kind, codec, residual, packed, dropped)
