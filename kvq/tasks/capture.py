@@ -106,7 +106,7 @@ def capture_windows(inputs: Inputs, visit: Callable[[LayerStates], None]) -> int
 
 
 def check(inputs: Inputs, method: Method) -> None:
-    """Raise `ConfigError` for windows longer than the model takes, `Unsupported` for a method with more than codecs."""
+    """Raise `ConfigError` for windows longer than the model takes, `Unsupported` for a method with policies."""
     method.check_needs(f"task={inputs.config.task.name}", "codecs_alone", "all_at_once")
     inputs.check_context(inputs.config.task.context)
 
