@@ -84,7 +84,7 @@ def load_tasks(inputs: Inputs) -> tuple[dict[str, Any], dict[str, Part]]:
         if not known and Path(name) not in files:
             raise ConfigError(f"task.tasks={name}: lm-eval has no task, group or tag of that name")
         try:
-            with hub.one_line_errors():
+            with hub.offline_if_silent():
                 random.seed(_LOADING_SEED)
                 loaded = manager.load([name])
         # Data comes by several libraries, each with errors of its own; to a user they are one.
