@@ -5,23 +5,23 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, ClassVar, Protocol, runtime_checkable
+from typing import Any, ClassVar, Protocol, cast, runtime_checkable
 
 import torch
 from torch import Tensor, nn
 
 from kvq.cache import files
 from kvq.cache.chunk_masks import SourceColumns
-from kvq.cache.contents import NO_CROP, placed, states_of
-from kvq.cache.expansion import expansions
+from kvq.cache.contents import NO_CROP, place_layers, states_of
+from kvq.cache.expansion import install_expansions
 from kvq.cache.hooks import (
     WatchfulCache,
     check_distances,
     check_window,
     layer_number,
+    no_mask_reason,
+    register_hooks,
     signature,
-    unmasked,
-    watch,
 )
 from kvq.cache.layer import Layer
 from kvq.cache.observe import Attended
@@ -40,16 +40,16 @@ ATTENTIONS = ("dense", "packed")
 
 @runtime_checkable
 class GivesLayers(Protocol):
-    """The interface that a cache needs of a method (`kvq.methods.method.Method`)."""
+    """What a cache calls of a method (`kvq.methods.method.Method`): it makes the layers."""
 
     def layers(
         self, config: Any, held: Sequence[KvLayer], keep_decoded: bool, quantized_prefill: bool, packed: bool
     ) -> Sequence[Layer]:
-        """An empty layer for each attention of a model that has keys and values of its own.
+        """Make an empty layer for each attention of a model that computes keys and values.
 
         Args:
             config: its transformers text configuration.
-            held: what each of these caches.
+            held: index, heads and head dim of each of these layers.
             keep_decoded, quantized_prefill: as `KVCache` has them.
             packed: layers hand over codes, for attention that reads these.
         """
@@ -59,7 +59,7 @@ def _no_crop(model: nn.Module, attentions: list[nn.Module]) -> str | None:
     """The reason why `crop` cannot undo a forward of this model exactly; None: it can."""
     if "logits_to_keep" not in signature(type(model).forward).parameters:
         return f"model: {type(model).__name__} is not told which tokens are candidates (it takes no logits_to_keep)"
-    reason = next(filter(None, map(unmasked, attentions)), None)
+    reason = next(filter(None, map(no_mask_reason, attentions)), None)
     return None if reason is None else f"model: {reason}"
 
 
@@ -106,7 +106,7 @@ class KVCache(PaddableCache, WatchfulCache):
             module, dtype = model.model, model.cache_dtype if dtype is None else dtype
         else:
             module = unwrapped(model)
-        stacks, watched = watch(module)
+        stacks, watched = register_hooks(module)
         config = module.config.get_text_config(decoder=True)
         packed = attention == "packed"
         mla = getattr(method, "mla", Mla.latent)
@@ -122,12 +122,12 @@ class KVCache(PaddableCache, WatchfulCache):
         self._held = {layer.index: (place, layer) for place, layer in enumerate(held)}
         self._windows = [window_of(config, index) for index in range(config.num_hidden_layers)]
         self._columns: dict[int | None, SourceColumns | None] = {}
-        super().__init__(layers=placed(held, own, self._states))
-        self._own[0].link(self._own)
+        super().__init__(layers=place_layers(held, own, self._states))
+        self._batch_layers[0].link(self._batch_layers)
         self.wants_hidden = any(side.wants_hidden for side in self._sides())
-        self.follow(module, stacks)
+        self.bind_model(module, stacks)
         self.expands = mla is Mla.expanded
-        self._expansions = expansions(watched, list(self._held)) if self.expands else {}
+        self._expansions = install_expansions(watched, list(self._held)) if self.expands else {}
         self._latent_numbers = latent_numbers(config)
         self._no_crop = f"model: {NO_CROP}" if self._states else _no_crop(module, watched)
         self._candidates: int | None = None
@@ -139,25 +139,23 @@ class KVCache(PaddableCache, WatchfulCache):
             self._tables = [
                 RopeTable(style) for group, style in sorted({group: style for style, group in styles}.items())
             ]
-            for layer, group in zip(self._own, self._groups, strict=True):
+            for layer, group in zip(self._batch_layers, self._groups, strict=True):
                 layer.key.rope = layer.value.rope = self._tables[group]
-            self._own[0].check_rotations(self._own)
+            self._batch_layers[0].check_rotations(self._batch_layers)
 
     @torch.compiler.disable
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Any, Any]:
-        """Add states `[batch, heads, tokens, head_dim]` to a layer and return what attention reads now.
-
-        Both casts to and from `dtype` are here, so that no layer, codec or policy knows of them.
+        """Add states `[batch, heads, tokens, head_dim]` to a layer; return the keys and values that attention reads.
 
         Raises:
             Unsupported: states of an attention that no forward announced (`before_attention`).
         """
-        self.check_attending(layer_idx)
+        self.check_expected(layer_idx)
         held = self._expansions.get(layer_idx)
         if held is not None and (expansion := held()) is not None:
-            keys, values = expansion.of(key_states, value_states)
+            keys, values = expansion.expand(key_states, value_states)
             expansion.put(self._update(keys, values, layer_idx, *args, **kwargs))
             return key_states, value_states  # which the model hands to the expansion
         return self._update(key_states, value_states, layer_idx, *args, **kwargs)
@@ -166,6 +164,7 @@ class KVCache(PaddableCache, WatchfulCache):
     def _update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Any, Any]:
+        """Check the channels, cast to `dtype`, append to the layer, and cast what is read back to the model's dtype."""
         known = self._held[layer_idx][1].head_dim if layer_idx in self._held else None
         if known != key_states.shape[3]:
             raise Unsupported(
@@ -192,8 +191,9 @@ class KVCache(PaddableCache, WatchfulCache):
 
     @isolated()
     def before_attention(self, module: nn.Module, arguments: dict[str, Any], hidden: Tensor) -> SourceColumns | None:
+        """Check the attention, pass its rotations to the layer, and return the columns of the keys it will read."""
         index, tokens = layer_number(module, arguments), hidden.shape[1]
-        self.attend(index)
+        self.expect_states(index)
         if index not in self._held:
             if index in self._states:
                 return None
@@ -201,7 +201,7 @@ class KVCache(PaddableCache, WatchfulCache):
             return self._columns.get(self._windows[index], self._columns.get(None))
         layer, seen = self._layer(index), self._layer(index).get_seq_length()
         if self.recording and self._candidates is not None:
-            layer.expect(tokens - 1 if layer.token_by_token else min(self._candidates, tokens - 1))
+            layer.expect_candidates(tokens - 1 if layer.token_by_token else min(self._candidates, tokens - 1))
         if layer.window is not None:
             check_window(module, arguments, layer.get_mask_sizes(tokens)[0], layer.window)
         if not layer.keeps_order:
@@ -213,8 +213,7 @@ class KVCache(PaddableCache, WatchfulCache):
         return found
 
     def _layer(self, index: int) -> Layer:
-        found: Layer = self.layers[index]  # type: ignore[assignment]
-        return found
+        return cast(Layer, self.layers[index])
 
     def activate_past_recording(self) -> None:
         """From now on `crop` can undo the last forward exactly; transformers calls this before assisted generation.
@@ -226,13 +225,13 @@ class KVCache(PaddableCache, WatchfulCache):
         Raises:
             Unsupported: a method that cannot take tokens back, or a model that does not tell candidates from a prompt.
         """
-        irreversible = next(filter(None, (layer.irreversible for layer in self._own)), None)
+        irreversible = next(filter(None, (layer.irreversible for layer in self._batch_layers)), None)
         if irreversible is not None:
             irreversible = f"method={self.method.name} cannot take tokens back ({irreversible})"
         reason = irreversible or self._no_crop
         if reason is not None:
             raise Unsupported(f"prompt_lookup_num_tokens, assistant_model: {reason}")
-        self._record(True)
+        self._set_recording(True)
         self._candidates = None
 
     @property
@@ -240,13 +239,15 @@ class KVCache(PaddableCache, WatchfulCache):
         """`crop` can undo a forward exactly, once `activate_past_recording` was called."""
         return super().is_croppable and self._no_crop is None
 
-    def _record(self, on: bool) -> None:
+    def _set_recording(self, on: bool) -> None:
+        """Switch on or off that `crop` can undo the last forward."""
         self.recording = on
         for layer in self.kv_layers:
             layer.record(on)
 
     @isolated()
     def receive_tokens(self, input_ids: Tensor | None, padding: Sequence[int] | None, logits_to_keep: Any) -> None:
+        """Split the layers by padding, take the number of candidates from `logits_to_keep`, and pass on the ids."""
         if padding != self.padding:
             self.pad(padding)
         if input_ids is not None and self.get_seq_length():
@@ -256,9 +257,9 @@ class KVCache(PaddableCache, WatchfulCache):
         elif self.recording:  # no longer assisted generation
             if self._candidates is None:
                 raise Unsupported("logits_to_keep: the model is not told it, which is how candidates are known")
-            self._record(False)
+            self._set_recording(False)
             self._candidates = None
-        for layer in self._own:
+        for layer in self._batch_layers:
             layer.receive_tokens(input_ids)
 
     @isolated()
@@ -275,7 +276,7 @@ class KVCache(PaddableCache, WatchfulCache):
 
     def reset(self) -> None:
         super().reset()
-        self._record(False)
+        self._set_recording(False)
         for table in self._tables:
             table.keep(0)
 
@@ -283,9 +284,9 @@ class KVCache(PaddableCache, WatchfulCache):
         """Remove the last `-tokens_to_remove` tokens. Raises: ConfigError, Unsupported: as `KVCacheLayer.crop`."""
         if tokens_to_remove and self._states:
             raise Unsupported(f"crop({tokens_to_remove}): model: {NO_CROP}")
-        for layer in self._own:
+        for layer in self._batch_layers:
             layer.check_crop(tokens_to_remove)  # check all layers before any of them changes
-        for layer in self._own:
+        for layer in self._batch_layers:
             layer.crop(tokens_to_remove)
         for table in self._tables:
             table.keep(self.get_seq_length())
@@ -296,7 +297,7 @@ class KVCache(PaddableCache, WatchfulCache):
             side.check_finite()
 
     def save(self, path: str | Path) -> None:
-        """Write all that it holds to a safetensors file, from which `load` goes on with equal logits.
+        """Write the cache to a safetensors file; a cache that `load` makes of it gives equal logits.
 
         The file names method, model, versions of parts and dtypes. It is written atomically and is the same, byte for
         byte, for the same cache. The model, a method's calibration and the decoded copy are not in it.
@@ -325,14 +326,12 @@ class KVCache(PaddableCache, WatchfulCache):
         quantized_prefill: bool = False,
         attention: str = "dense",
     ) -> KVCache:
-        """A cache that goes on from what `save` wrote, here or elsewhere.
+        """Return a cache with the tokens that `save` wrote, here or on another machine.
 
         Args:
             model: with the weights and the dtype of the one that filled it, on any device.
             method: with the settings, the residual and the tables of the one that filled it.
-            keep_decoded: as `KVCache` has it.
-            quantized_prefill: as `KVCache` has it; the dtype is the file's.
-            attention: as `KVCache` has it.
+            keep_decoded, quantized_prefill, attention: as `KVCache` has them; the dtype is the file's.
 
         Raises:
             DataError: no such file; one that is damaged or was written by something else; another method, model or
@@ -341,7 +340,7 @@ class KVCache(PaddableCache, WatchfulCache):
         """
         path, layers = Path(path), len(kv_layers_of(model.config.get_text_config()))  # type: ignore[union-attr, operator]
         given: Any = method
-        dtype = files.dtype_of(path, files.identity(model, given, layers))
+        dtype = files.check_header(path, files.identity(model, given, layers))
         cache = cls(model, method, keep_decoded, quantized_prefill, attention, dtype)
         files.read(path, model, cache.kv_layers, cache._tables, cache._groups, cache._states)
         return cache
@@ -350,8 +349,8 @@ class KVCache(PaddableCache, WatchfulCache):
         """A copy that shares the tokens cached so far and grows independently, for many questions on one context."""
         other = copy.copy(self)
         other._states = {index: state.fork() for index, state in self._states.items()}
-        other._put([layer.fork() for layer in self._own])
-        other._own[0].link(other._own)
+        other._set_layers([layer.fork() for layer in self._batch_layers])
+        other._batch_layers[0].link(other._batch_layers)
         other._columns = {}
         if self._tables:
             own = {id(layer.key.rope): layer.key.rope.fork() for layer in self.kv_layers}

@@ -56,7 +56,7 @@ class CopySources:
 
 @dataclass(frozen=True)
 class SourceColumns:
-    """The keys and values of a chunk: the tokens as its first query reads them, then copies of those that move.
+    """Columns of a chunk's keys and values: the tokens as its first query reads them, then copies of those that move.
 
     Attributes:
         moves: the departures of keys and of values that these columns are for.
@@ -77,18 +77,21 @@ class SourceColumns:
         """Tokens, each counted once."""
         return self.visible.shape[1] - self.copies.numel()
 
-    def serve(self, moves: tuple[Transitions, Transitions], tokens: int, queries: int, device: torch.device) -> bool:
-        """Whether these columns also fit another layer: the same transitions, tokens, queries and device."""
+    def fit_layer(
+        self, moves: tuple[Transitions, Transitions], tokens: int, queries: int, device: torch.device
+    ) -> bool:
+        """Whether these columns are also those of a layer with these transitions, tokens, queries and device."""
         same = (self.moves, self.tokens, self.visible.shape[0]) == (moves, tokens, queries)
         return same and self.visible.device == device
 
     def mask(self, given: Tensor | None) -> Tensor:
         """The attention mask over the columns, from the model's own over the tokens (None: causal)."""
         if id(given) not in self._masks:
-            self._masks[id(given)] = (given, self._extended(given))  # holds `given`, so that its id stays its own
+            self._masks[id(given)] = (given, self._extend(given))  # holds `given`, so that its id stays its own
         return self._masks[id(given)][1]
 
-    def _extended(self, given: Tensor | None) -> Tensor:
+    def _extend(self, given: Tensor | None) -> Tensor:
+        """Append columns for the copies to a mask `[.., queries, tokens]`, and hide what `visible` hides."""
         queries, tokens = self.visible.shape[0], self.tokens
         if given is None:
             causal = torch.ones(queries, tokens, dtype=torch.bool, device=self.visible.device)
@@ -105,7 +108,7 @@ class SourceColumns:
 def columns_of(
     moves: tuple[Transitions, Transitions], tokens: int, queries: int, device: torch.device
 ) -> SourceColumns:
-    """Lay out the copies that a chunk of `queries` tokens needs; it holds the last of the `tokens` tokens."""
+    """The columns of a chunk, whose `queries` tokens are the last of `tokens`, with the copies that `moves` need."""
     never = queries
     keys, values = moves
     # Laid out on the host, from numbers that it knows: nothing waits for the device.
@@ -127,15 +130,16 @@ def columns_of(
     return SourceColumns(
         moves,
         torch.from_numpy(copies).to(device),
-        _picks(copies, key_moved, keys.start, device),
-        _picks(copies, value_moved, values.start, device),
+        _copy_sources(copies, key_moved, keys.start, device),
+        _copy_sources(copies, value_moved, values.start, device),
         torch.from_numpy((query >= start) & (query < end)).to(device),
     )
 
 
-def _picks(
+def _copy_sources(
     copies: Int64[np.ndarray, " copies"], moved: Bool[np.ndarray, " copies"], start: int, device: torch.device
 ) -> CopySources:
+    """Split a side's copies, given by token index, by whether they are read decoded (`moved`)."""
     still, gone = np.flatnonzero(~moved), np.flatnonzero(moved)
     picked = still, copies[still], gone, copies[gone] - start
     return CopySources(*(torch.from_numpy(index).to(device) for index in picked))

@@ -57,12 +57,13 @@ class StateLayer(LinearAttentionLayer):
         self.batch_select_indices(beam_idx)
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        self._each(lambda state: state.index_select(0, indices.to(state.device)))
+        self._change_states(lambda state: state.index_select(0, indices.to(state.device)))
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        self._each(lambda state: state.repeat_interleave(repeats, 0))
+        self._change_states(lambda state: state.repeat_interleave(repeats, 0))
 
-    def _each(self, change: Callable[[Tensor], Tensor]) -> None:
+    def _change_states(self, change: Callable[[Tensor], Tensor]) -> None:
+        """Replace every state tensor by `change` of it."""
         for name in _PARTS:
             states = getattr(self, name)
             setattr(self, name, {key: None if state is None else change(state) for key, state in states.items()})
@@ -75,8 +76,8 @@ class StateLayer(LinearAttentionLayer):
         self.device = None if self.dtype is None else given.device
 
     @staticmethod
-    def joined(layers: Sequence[StateLayer]) -> StateLayer:
-        """The states of the sequences of several batches, in one."""
+    def join(layers: Sequence[StateLayer]) -> StateLayer:
+        """One layer with the states of the sequences of all `layers`, along the batch axis."""
         other = layers[0].fork()
         for name in _PARTS:
             held = [getattr(layer, name) for layer in layers]
@@ -90,7 +91,7 @@ class StateLayer(LinearAttentionLayer):
         for name, held in vars(self).items():
             if isinstance(held, dict):
                 setattr(other, name, dict(held))
-        other._each(torch.clone)
+        other._change_states(torch.clone)
         return other
 
 
@@ -105,7 +106,7 @@ class StatefulCache(Cache):
         return sum(state.nbytes for state in self._states.values())
 
     def check_part(self, model: nn.Module | None, tokens: int) -> None:
-        """Raise `Unsupported` for several tokens after others, in a model whose layers then begin anew."""
+        """Raise `Unsupported` for a later chunk of several tokens where the model would start with empty states."""
         if self._states and tokens > 1 and model is not None and not reads_in_parts(model):
             raise Unsupported(
                 f"model: {type(model).__name__} begins anew with every part of several tokens; read a text at once and "
@@ -113,48 +114,49 @@ class StatefulCache(Cache):
             )
 
     def reset(self) -> None:
-        for layer in self._all:
+        for layer in self._layers_and_states:
             layer.reset()
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         self.batch_select_indices(beam_idx)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        for layer in self._all:
+        for layer in self._layers_and_states:
             layer.batch_repeat_interleave(repeats)
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        for layer in self._all:
+        for layer in self._layers_and_states:
             layer.batch_select_indices(indices)
 
     @property
-    def _all(self) -> list[Any]:
+    def _layers_and_states(self) -> list[Any]:
+        """The layers with keys and values, then the states of all layers."""
         return [*(layer for layer in self.layers if not isinstance(layer, StateLayer)), *self._states.values()]
 
     @property
-    def _beside(self) -> Cache:
-        """The states of layers that have keys and values too."""
+    def _state_cache(self) -> Cache:
+        """A cache whose layers are the states, also of layers that have keys and values too."""
         return Cache(layers=[self._states.get(index, layer) for index, layer in enumerate(self.layers)])
 
     # transformers' methods look for states in `layers`, where a layer has one kind of content.
     def get_conv_state(self, *args: Any, **kwargs: Any) -> Tensor | None:
-        return self._beside.get_conv_state(*args, **kwargs)
+        return self._state_cache.get_conv_state(*args, **kwargs)
 
     def update_conv_state(self, *args: Any, **kwargs: Any) -> Tensor:
-        return self._beside.update_conv_state(*args, **kwargs)
+        return self._state_cache.update_conv_state(*args, **kwargs)
 
     def get_recurrent_state(self, *args: Any, **kwargs: Any) -> Tensor | None:
-        return self._beside.get_recurrent_state(*args, **kwargs)
+        return self._state_cache.get_recurrent_state(*args, **kwargs)
 
     def update_recurrent_state(self, *args: Any, **kwargs: Any) -> Tensor:
-        return self._beside.update_recurrent_state(*args, **kwargs)
+        return self._state_cache.update_recurrent_state(*args, **kwargs)
 
     def has_previous_state(self, *args: Any, **kwargs: Any) -> bool:
-        return self._beside.has_previous_state(*args, **kwargs)
+        return self._state_cache.has_previous_state(*args, **kwargs)
 
 
 def states_of(model: Any, layers: Sequence[int]) -> dict[int, StateLayer]:
-    """An empty state for every layer that has one or caches nothing, by its number; none where all have only keys."""
+    """Empty states by layer number, of layers that have them or cache nothing; {} for a model without such states."""
     config = model.config.get_text_config()
     with_state = state_layers_of(config)
     if not with_state:
@@ -170,8 +172,8 @@ def states_of(model: Any, layers: Sequence[int]) -> dict[int, StateLayer]:
     return {index: StateLayer(count) for index in sorted(wanted)}
 
 
-def placed(held: Sequence[KvLayer], own: Sequence[Any], states: Mapping[int, StateLayer]) -> list[Any]:
-    """All layers in the model's order: `own` at the places of `held`, and states where there are no keys and values."""
+def place_layers(held: Sequence[KvLayer], own: Sequence[Any], states: Mapping[int, StateLayer]) -> list[Any]:
+    """All layers in the model's order: `own`, which belong to `held`, and states where there are no keys and values."""
     found: dict[int, Any] = {**states} | {layer.index: one for layer, one in zip(held, own, strict=True)}
     return [found[index] for index in sorted(found)]
 
@@ -180,17 +182,18 @@ _PROBED: weakref.WeakKeyDictionary[nn.Module, bool] = weakref.WeakKeyDictionary(
 
 
 def reads_in_parts(model: nn.Module) -> bool:
-    """Whether a model with states computes the same, whether a text comes at once or in parts of several tokens.
+    """Whether a model with states gives a text in parts of several tokens the outputs of the whole text (by a probe).
 
-    In some families, layers begin anew with every part of several tokens. The model reads a few tokens to find out.
+    In some families, each part of several tokens begins with empty states.
     """
     if model not in _PROBED:
-        _PROBED[model] = _probe(model)
+        _PROBED[model] = _probe_parts(model)
     return _PROBED[model]
 
 
 @torch.no_grad()
-def _probe(model: Any) -> bool:
+def _probe_parts(model: Any) -> bool:
+    """Whether hidden states of `_PROBE_CUTS[-1]` tokens are equal, at once and in parts, within `_TOLERANCE`."""
     base, embedding = base_of(model), model.get_input_embeddings()
     tokens = torch.arange(1, _PROBE_CUTS[-1] + 1, device=device_of(embedding))[None] % embedding.weight.shape[0]
     whole = base(input_ids=tokens, use_cache=False).last_hidden_state
@@ -207,8 +210,8 @@ SHARED = (Codec, nn.Module, Enum, type)
 """What caches share: constants of a method and weights, which no token makes larger."""
 
 
-def _tensors(held: Any, seen: set[int]) -> Iterator[Tensor]:
-    """All tensors that something holds, but for what was `seen`, by its id."""
+def _tensors_in(held: Any, seen: set[int]) -> Iterator[Tensor]:
+    """Yield each tensor in an object and its attributes once; `seen`: ids of objects to leave out."""
     if id(held) in seen or isinstance(held, SHARED):
         return
     seen.add(id(held))
@@ -225,11 +228,11 @@ def _tensors(held: Any, seen: set[int]) -> Iterator[Tensor]:
     else:
         inner = list(getattr(held, "__dict__", {}).values())
     for part in inner:
-        yield from _tensors(part, seen)
+        yield from _tensors_in(part, seen)
 
 
 def bytes_together(caches: Sequence[CountedCache]) -> int:
-    """Bytes of everything that the next tokens of several caches need, where rows that forks share count once.
+    """Sum of the caches' `nbytes`, where rows that forks share count once.
 
     Forks share a tensor until one of them grows past its end, or where another has written; then it is copied. Of a
     tensor with rows of several forks, those of the longest count. What is not in rows (sinks, kept keys, states of
@@ -237,13 +240,13 @@ def bytes_together(caches: Sequence[CountedCache]) -> int:
     """
     own, shared = 0, dict[int, int]()
     for cache in caches:
-        views = {view.data_ptr(): view.nbytes for view in _rows(cache)}
+        views = {view.data_ptr(): view.nbytes for view in _stored_views(cache)}
         own += cache.nbytes - sum(views.values())
         shared |= {place: max(size, shared.get(place, 0)) for place, size in views.items()}
     return own + sum(shared.values())
 
 
-def _rows(cache: CountedCache) -> Iterator[Tensor]:
+def _stored_views(cache: CountedCache) -> Iterator[Tensor]:
     """The packed parts and the full-precision tokens of all sides, as views of the rows written."""
     for side in cache._sides():
         for packed in getattr(side, "packed", ()):
@@ -266,6 +269,7 @@ class CountedCache(StatefulCache, abc.ABC):
         """The layers with keys and values of their own (`Layer`)."""
 
     def _sides(self, which: str | None = None) -> list[Any]:
+        """The sides of all layers: keys, values (`which`: `key`, `value`), or both."""
         names = ("key", "value") if which is None else (which,)
         return [getattr(layer, name) for layer in self.kv_layers for name in names]
 
@@ -286,7 +290,7 @@ class CountedCache(StatefulCache, abc.ABC):
         of rotary embeddings that codecs undo; attention scores of tokens; and the last update, where `crop` can undo
         it. Constants of a method are shared by its caches and not counted.
         """
-        storages = (tensor.untyped_storage() for tensor in _tensors(self, {id(self.method)}))
+        storages = (tensor.untyped_storage() for tensor in _tensors_in(self, {id(self.method)}))
         return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
     @property

@@ -22,7 +22,7 @@ States = tuple[Tensor, Tensor]
 
 
 class Expansion:
-    """The step of an attention that expands the latent; what a cache has expanded already, it returns once."""
+    """An attention's `expand_kv`; after `put`, its next call returns those keys and values in place of expanding."""
 
     def __init__(self, step: Callable[[Tensor, Tensor], States]) -> None:
         self._step = step
@@ -32,20 +32,20 @@ class Expansion:
         ready, self._ready = self._ready, None
         return self._step(latent, rotated) if ready is None else ready
 
-    def of(self, latent: Tensor, rotated: Tensor) -> States:
-        """Keys and values `[batch, heads, tokens, channels]` of new tokens."""
+    def expand(self, latent: Tensor, rotated: Tensor) -> States:
+        """Expand the latent and rotated part of new tokens to keys and values `[batch, heads, tokens, channels]`."""
         if self._ready is not None:
             self._ready = None
             raise Unsupported("cache.mla=expanded: the model's attention does not expand what a cache returns")
         return self._step(latent, rotated)
 
     def put(self, read: States) -> None:
-        """Set what the next expansion returns."""
+        """Set the keys and values that the next call returns."""
         self._ready = read
 
 
-def expansions(attentions: Sequence[nn.Module], layers: Sequence[int]) -> Mapping[int, weakref.ref[Expansion]]:
-    """The expansion step of each attention, by layer, installed once; it does not affect other caches."""
+def install_expansions(attentions: Sequence[nn.Module], layers: Sequence[int]) -> Mapping[int, weakref.ref[Expansion]]:
+    """Replace `expand_kv` of these attentions by an `Expansion`, once, and return them by layer number."""
     found = {}
     for module in attentions:
         given: Any = getattr(module, _STEP, None)

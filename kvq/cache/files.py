@@ -34,7 +34,7 @@ _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (torch.float16,
 
 
 def identity(model: Any, method: Any, layers: int) -> dict[str, Any]:
-    """What a file and those who go on from it must have in common, as JSON data."""
+    """Method, model and versions, as JSON data: a file is read only where they equal those it was written with."""
     named: dict[str, Any] = method.identity(layers)
     return {
         "method": named,
@@ -83,11 +83,12 @@ def write(
 
 
 def _digest(tree: Any) -> str:
+    """The sha256 (hex) of JSON data."""
     return hashlib.sha256(json.dumps(tree, sort_keys=True).encode()).hexdigest()
 
 
-def dtype_of(path: Path, about: Mapping[str, Any]) -> torch.dtype | None:
-    """The dtype of the cache in a file, once the file is known to be of `about` (`identity`)."""
+def check_header(path: Path, about: Mapping[str, Any]) -> torch.dtype | None:
+    """Raise `DataError` unless the file is of `about` (`identity`); return its cache's dtype (None: the model's)."""
     header = read_header(path, _WHAT, FORMAT)
     for name, own in about.items():
         found = _difference(header.get(name), own, name)
@@ -95,20 +96,21 @@ def dtype_of(path: Path, about: Mapping[str, Any]) -> torch.dtype | None:
             raise DataError(f"{_WHAT} {path}: {found}")
     given = header.get("cache_dtype")
     if given is not None and given not in list(_DTYPES):
-        raise DataError(f"{_WHAT} {path}: cache_dtype is {_short(given)}; one of {', '.join(_DTYPES)}")
+        raise DataError(f"{_WHAT} {path}: cache_dtype is {_shorten(given)}; one of {', '.join(_DTYPES)}")
     return None if given is None else _DTYPES[given]
 
 
 def _difference(theirs: Any, own: Any, name: str) -> str | None:
-    """The first setting in which the file differs; None: there is none."""
+    """Describe the first setting, below `name`, in which a file differs from what is here; None: none does."""
     if isinstance(theirs, Mapping) and isinstance(own, Mapping):
         names = sorted(own.keys() | theirs.keys())
         found = (_difference(theirs.get(key), own.get(key), f"{name}.{key}") for key in names)
         return next(filter(None, found), None)
-    return None if theirs == own else f"of {name}={_short(theirs)}, here it is {_short(own)}"
+    return None if theirs == own else f"of {name}={_shorten(theirs)}, here it is {_shorten(own)}"
 
 
-def _short(value: Any) -> str:
+def _shorten(value: Any) -> str:
+    """A value as text of at most 60 characters."""
     return "null" if value is None else str(value)[:60]
 
 
@@ -120,7 +122,7 @@ def read(
     groups: Sequence[int],
     states: Mapping[int, StateLayer],
 ) -> None:
-    """Fill empty layers, tables and states from a file that `dtype_of` has accepted.
+    """Fill empty layers, tables and states from a file that `check_header` has accepted.
 
     Args:
         groups: the table of each layer, by index; empty: there are no tables.
@@ -143,7 +145,7 @@ def _fill(
     groups: Sequence[int],
     states: Mapping[int, StateLayer],
 ) -> None:
-    """Fill empty layers, tables and states, as `read` has them."""
+    """Fill empty layers, tables and states (as `read`), each on the device of the model's layer of that number."""
     # Where each part with a layer's number computes; of those that share a module, where the first does.
     numbered = [(layer_of(module), module) for module in base_of(model).modules()]
     devices = {int(index): device_of(module) for index, module in numbered if index is not None}

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache, EncoderDecoderCache
 
 from kvq.cache.chunk_masks import SourceColumns
-from kvq.cache.observe import Attended, hook_interface
+from kvq.cache.observe import Attended, hook_attention_functions
 from kvq.errors import Unsupported
 from kvq.models.layers import window_of
 from kvq.models.placing import base_of
@@ -39,8 +39,8 @@ class WatchfulCache(Cache, abc.ABC):
     recording = False
     """Each forward can be undone; its last tokens may be candidates, which attend as if fed one by one."""
 
-    def follow(self, model: nn.Module, stacks: Sequence[nn.Module]) -> None:
-        """Take states from forwards of these parts of a model, and from nothing else."""
+    def bind_model(self, model: nn.Module, stacks: Sequence[nn.Module]) -> None:
+        """Accept states only from forwards of `stacks`, the parts of a model that take a cache."""
         self._model = weakref.ref(model)
         self._stacks = [weakref.ref(stack) for stack in stacks]
         self._stack: nn.Module | None = None
@@ -49,8 +49,8 @@ class WatchfulCache(Cache, abc.ABC):
         self.starts: set[bool] = set()
         """Whether forwards began with tokens in the cache; shared with forks."""
 
-    def enter(self, stack: nn.Module) -> bool:
-        """Begin a forward of a stack; False: it runs inside of another one, or is of another model."""
+    def begin_forward(self, stack: nn.Module) -> bool:
+        """Note that a forward of a stack begins; False: it runs within another stack's, or is of another model."""
         inside = self._stack is not None and self._stack is not stack
         if inside or not any(known() is stack for known in self._stacks):
             return False
@@ -58,8 +58,8 @@ class WatchfulCache(Cache, abc.ABC):
         self.starts.add(self._held_before > 0)
         return True
 
-    def leave(self, stack: nn.Module, done: bool) -> None:
-        """End the forward of a stack, if it was entered; `done`: without an error.
+    def end_forward(self, stack: nn.Module, done: bool) -> None:
+        """Note that the forward of a stack ends, if it has begun; `done`: without an error.
 
         Raises:
             Unsupported: a forward that left nothing in the cache.
@@ -73,17 +73,18 @@ class WatchfulCache(Cache, abc.ABC):
                 "gradient checkpointing)"
             )
 
-    def attend(self, index: int) -> None:
-        """Expect states of a layer, within a forward that was entered. Raises: Unsupported: there is none."""
+    def expect_states(self, index: int) -> None:
+        """Note that the attention of layer `index` runs next; raise `Unsupported` outside of a forward."""
         self._check_announced(self._stack is not None)
         self._attending = index
 
-    def check_attending(self, index: int) -> None:
-        """Raise `Unsupported` for states of a layer whose attention was not announced."""
+    def check_expected(self, index: int) -> None:
+        """Raise `Unsupported` for states of layer `index` unless `expect_states` named it last."""
         attending, self._attending = self._attending, None
         self._check_announced(attending == index)
 
     def _check_announced(self, announced: bool) -> None:
+        """Raise `Unsupported` with what to do where a hook did not run."""
         if not announced:
             built = self._model()
             name = "a model that is gone" if built is None else type(built).__name__
@@ -124,8 +125,8 @@ class WatchfulCache(Cache, abc.ABC):
         """Receive the queries of an attention and the keys that they read."""
 
 
-def watch(model: nn.Module) -> tuple[list[nn.Module], list[nn.Module]]:
-    """Register the hooks on a model's stacks and attentions, once; they ignore other caches. Returns both."""
+def register_hooks(model: nn.Module) -> tuple[list[nn.Module], list[nn.Module]]:
+    """Register the hooks on a model, once, and return its stacks and attentions; other caches are not affected."""
     parts, found = stacks(model), attentions(base_of(model))
     name = type(model).__name__
     if not parts:
@@ -137,15 +138,15 @@ def watch(model: nn.Module) -> tuple[list[nn.Module], list[nn.Module]]:
         )
     if not any(getattr(module, "is_causal", True) for module in found):
         raise Unsupported(f"model: {name} reads later tokens too; a decoder has config.is_decoder=True")
-    hooks: list[tuple[nn.Module, Any]] = [(module, _announce) for module in parts]
-    hooks += [(module, _tell_attention) for module in found]
+    hooks: list[tuple[nn.Module, Any]] = [(module, _begin_forward) for module in parts]
+    hooks += [(module, _prepare_attention) for module in found]
     layers = [module for module in model.modules() if any(child in found for child in module.children())]
-    hooks += [(module, _tell_hidden) for module in layers]
+    hooks += [(module, _pass_hidden) for module in layers]
     for module, hook in hooks:
         if hook not in module._forward_pre_hooks.values():
             module.register_forward_pre_hook(hook, with_kwargs=True)
-            if hook is _announce:
-                module.register_forward_hook(_leave, with_kwargs=True, always_call=True)
+            if hook is _begin_forward:
+                module.register_forward_hook(_end_forward, with_kwargs=True, always_call=True)
     return parts, found
 
 
@@ -201,8 +202,8 @@ def named_arguments(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
 
 
 @contextmanager
-def told_before(modules: Sequence[nn.Module], tell: Callable[[Any, dict[str, Any]], None]) -> Iterator[None]:
-    """Within the context, call `tell(module, arguments by name)` before each of these modules runs."""
+def call_before(modules: Sequence[nn.Module], tell: Callable[[Any, dict[str, Any]], None]) -> Iterator[None]:
+    """Within the context, call `tell(module, arguments)` before a forward of these modules; arguments are by name."""
 
     def show(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         tell(module, named_arguments(module, args, kwargs))
@@ -216,15 +217,17 @@ def told_before(modules: Sequence[nn.Module], tell: Callable[[Any, dict[str, Any
 
 
 def _cache_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> WatchfulCache | None:
+    """The first of a forward's arguments that is such a cache."""
     items = (*kwargs.values(), *args)
     own = (item.self_attention_cache if isinstance(item, EncoderDecoderCache) else item for item in items)
     return next((item for item in own if isinstance(item, WatchfulCache)), None)
 
 
 @torch.compiler.disable
-def _announce(stack: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def _begin_forward(stack: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Pre-hook of a stack: tell its cache that a forward begins, and the token ids and padding."""
     cache = _cache_of(args, kwargs)
-    if cache is None or not cache.enter(stack):
+    if cache is None or not cache.begin_forward(stack):
         return
     given = named_arguments(stack, args, kwargs)
     if any(value is cache for value in given.values()) and given.get("encoder_hidden_states") is not None:
@@ -238,13 +241,15 @@ def _announce(stack: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None
 
 
 @torch.compiler.disable
-def _leave(stack: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+def _end_forward(stack: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+    """Hook of a stack: tell its cache that the forward ends."""
     if (cache := _cache_of(args, kwargs)) is not None:
-        cache.leave(stack, done=output is not None)
+        cache.end_forward(stack, done=output is not None)
 
 
 @torch.compiler.disable
-def _tell_hidden(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def _pass_hidden(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Pre-hook of a layer: pass its hidden states to a cache that wants them."""
     cache = _cache_of(args, kwargs)
     if cache is not None and cache.wants_hidden:
         attention = next(child for child in layer.children() if layer_of(child) is not None)
@@ -253,7 +258,8 @@ def _tell_hidden(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> N
 
 
 @torch.compiler.disable
-def _tell_attention(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
+def _prepare_attention(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
+    """Pre-hook of an attention: announce it to its cache, and replace its mask by one over the cache's columns."""
     cache = _cache_of(args, kwargs)
     if cache is None:
         return None
@@ -265,7 +271,7 @@ def _tell_attention(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
         _observe(module, cache, index)
     if columns is None and not cache.recording:
         return None
-    reason = unmasked(module)
+    reason = no_mask_reason(module)
     if reason is not None:
         raise Unsupported(f"model: {reason}")
     if _adds_bias(module, given):
@@ -278,7 +284,7 @@ def _tell_attention(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     return (), given
 
 
-def unmasked(module: nn.Module) -> str | None:
+def no_mask_reason(module: nn.Module) -> str | None:
     """The reason why an attention cannot give each query of a chunk a mask of its own; None: it can."""
     way = getattr(getattr(module, "config", None), "_attn_implementation", "eager")
     if way in _MASKED:
@@ -290,20 +296,20 @@ def unmasked(module: nn.Module) -> str | None:
 
 
 def _adds_bias(module: nn.Module, arguments: dict[str, Any]) -> bool:
-    """Whether an attention adds numbers that go by how far apart tokens stand, from outside or its own."""
+    """Whether an attention adds a bias by the distance of tokens: an argument `position_bias`, or its own."""
     return arguments.get("position_bias") is not None or hasattr(module, "relative_attention_bias")
 
 
 def _observe(module: Any, cache: WatchfulCache, index: int) -> None:
-    """Call the cache's `observe` with the attention of this forward of `module`, for layer `index`."""
+    """Make the coming forward of an attention pass its queries and keys to the cache's `observe` for layer `index`."""
     seen = []
 
     def see(caller: Any, query: Tensor, key: Tensor, _value: Tensor, arguments: dict[str, Any]) -> None:
         if caller is module:
             seen.append(True)
-            cache.observe(index, Attended.of(module, query, key, arguments))
+            cache.observe(index, Attended.from_arguments(module, query, key, arguments))
 
-    undo = hook_interface(module, see)
+    undo = hook_attention_functions(module, see)
 
     def finish(_module: Any, _args: Any, output: Any) -> None:
         undo()
@@ -315,7 +321,7 @@ def _observe(module: Any, cache: WatchfulCache, index: int) -> None:
 
 
 def padding_of(mask: Any) -> list[int] | None:
-    """How many columns on the left of each sequence are padding, by a mask `[batch, columns]`; None: there is none."""
+    """Columns of left padding of each sequence, from a mask `[batch, columns]`; None: there is none."""
     if not isinstance(mask, Tensor) or mask.ndim != 2:
         form = f"of {mask.ndim} dimensions" if isinstance(mask, Tensor) else f"a {type(mask).__name__}"
         raise Unsupported(
@@ -340,7 +346,7 @@ def padding_of(mask: Any) -> list[int] | None:
 
 
 def check_distances(module: Any, index: int, arguments: dict[str, Any], seen: int, shuffled: bool) -> None:
-    """Raise `Unsupported` for an attention that goes by how far back a token stands, which the layer does not keep."""
+    """Raise `Unsupported` for an attention with a bias or window by distance, which an evicting layer does not keep."""
     if arguments.get("alibi") is not None or _adds_bias(module, arguments):
         raise Unsupported(
             f"model: {type(module).__name__} weighs tokens by their distance (ALiBi, position_bias), which the method "
@@ -354,7 +360,7 @@ def check_distances(module: Any, index: int, arguments: dict[str, Any], seen: in
 
 
 def check_window(module: Any, arguments: dict[str, Any], columns: int, window: int) -> None:
-    """Raise `Unsupported` where a model does not attend as its window says: what has left it is no longer there."""
+    """Raise `Unsupported` for a mask that is not over the `columns` which the layer keeps for the model's window."""
     mask = arguments.get("attention_mask")
     way = getattr(getattr(module, "config", None), "_attn_implementation", "eager")
     if isinstance(mask, Tensor) and mask.shape[-1] != columns:
@@ -367,11 +373,11 @@ def check_window(module: Any, arguments: dict[str, Any], columns: int, window: i
 
 
 def layer_number(module: Any, arguments: dict[str, Any]) -> int:
-    """The number of the layer that an attention works for: an argument where layers share a module (Zamba)."""
+    """The number of an attention's layer: its argument where layers share a module (Zamba), else its attribute."""
     given = arguments.get("layer_idx")
     return int(layer_of(module) if given is None else given)
 
 
 def layer_of(module: Any) -> Any:
-    """The number of its layer that an attention has; None: it has none."""
+    """The layer number that a module has as an attribute; None: it has none."""
     return getattr(module, "layer_idx", getattr(module, "layer_id", None))  # the latter GPT-Neo

@@ -16,7 +16,7 @@ from kvq.kernels import PackedStates
 
 
 class ValuesOfKeys:
-    """The values of a `JoinedLayer`: its keys' side stores them, and they count there."""
+    """Stands for the values of a `JoinedLayer`, which its keys' side stores: 0 bytes here, tokens as there."""
 
     codec = None
     uses_rope = wants_hidden = False
@@ -29,7 +29,7 @@ class ValuesOfKeys:
         self.rope: RopeTable | None = None
 
     def __getattr__(self, name: str) -> Any:
-        """Tokens and their moves are the holder's."""
+        """Any other attribute is the holder's."""
         if name == "holder":  # before it is set
             raise AttributeError(name)
         return getattr(self.holder, name)
@@ -38,36 +38,32 @@ class ValuesOfKeys:
         return ValuesOfKeys(self.holder)
 
     def _nothing(self, *_: Any) -> None:
-        """The holder does it."""
+        """Do nothing: the holder does it for both."""
 
     append_then_steps = reset = select = crop = check_crop = forget = _nothing
     write = read = check_finite = receive_hidden = receive_tokens = _nothing
 
 
 class JoinedLayer(KVCacheLayer):
-    """Keys and values of one attention layer that one codec stores together, as twice as many heads.
-
-    Args:
-        side: of both; its codec takes `[batch, 2 x heads, tokens, head_dim]`, keys first.
-    """
+    """A layer whose `side` stores keys and values together: `[batch, 2 x heads, tokens, head_dim]`, keys first."""
 
     def __init__(self, side: CacheSide, quantized_prefill: bool = False, window: int | None = None) -> None:
         super().__init__(side, side, quantized_prefill, window)
         self.value = ValuesOfKeys(side)
 
-    def _each(
+    def _map_sides(
         self, call: Callable[[CacheSide, Tensor], Read], key_states: Tensor, value_states: Tensor
     ) -> tuple[Read, Read]:
         found, heads = call(self.key, torch.cat([key_states, value_states], 1)), key_states.shape[1]
-        return _heads(found, slice(0, heads)), _heads(found, slice(heads, 2 * heads))
+        return _select_heads(found, slice(0, heads)), _select_heads(found, slice(heads, 2 * heads))
 
-    def _record(self, key_states: Tensor, value_states: Tensor) -> int:
+    def _keep_state(self, key_states: Tensor, value_states: Tensor) -> int:
         both = torch.cat([key_states, value_states], 1)
-        return super()._record(both, both)
+        return super()._keep_state(both, both)
 
-    def _leave(self) -> None:
-        if self._hidden:
-            drop((self.key,), self._hidden)
+    def _drop_hidden(self) -> None:
+        if self._hidden_tokens:
+            drop((self.key,), self._hidden_tokens)
 
     def crop(self, tokens_to_remove: int) -> None:
         super().crop(tokens_to_remove)
@@ -80,8 +76,8 @@ class JoinedLayer(KVCacheLayer):
         return other
 
 
-def _heads(found: Any, which: slice) -> Any:
-    """The heads of what a side returns: states, stored ones, or a pair of states of which one may be None."""
+def _select_heads(found: Any, which: slice) -> Any:
+    """Some heads of what a side returns: states, `PackedStates`, or a pair of states of which one may be None."""
     if isinstance(found, PackedStates):
         return found.of_heads(which)
     if isinstance(found, Tensor):

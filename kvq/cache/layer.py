@@ -15,14 +15,14 @@ from kvq.cache.chunk_masks import SourceColumns, Transitions, columns_of
 from kvq.cache.observe import Attended
 from kvq.cache.serialize import Reader, Writer
 from kvq.cache.side import CacheSide
-from kvq.cache.window import Recorded, clipped, drop, outside
+from kvq.cache.window import RecordedUpdate, drop, outside, skip_hidden
 from kvq.errors import ConfigError, Unsupported
 
 Read = TypeVar("Read")
 
 
 class Layer(CacheLayerMixin):
-    """The interface of every layer of a `KVCache`; `key` and `value` hold its states."""
+    """The interface of every layer of a `KVCache`; `key` and `value` are its sides (`CacheSide`)."""
 
     keeps_order = True
     """The cached tokens are in the order of their arrival, without gaps."""
@@ -30,7 +30,7 @@ class Layer(CacheLayerMixin):
     irreversible: str | None = "what it does to a token stays"
     """The reason why `crop` cannot undo an update; None: it can undo a recorded one."""
     recording = False
-    """The next `crop` can undo each update; `expect` announces an update before it comes."""
+    """The next `crop` can undo each update; `expect_candidates` is called before each."""
     evicted = 0
     """Number of tokens evicted so far."""
     token_by_token = False
@@ -51,22 +51,22 @@ class Layer(CacheLayerMixin):
 
     @property
     def is_sliding(self) -> bool:
-        """transformers asks which columns a mask is over."""
+        """Whether the layer has a window; transformers makes its mask by this."""
         return self.window is not None
 
     @property
     def is_croppable(self) -> bool:  # type: ignore[override]
-        """`crop` can restore the state before an update, once updates are recorded."""
+        """Whether `crop` can restore the state before an update, once updates are recorded."""
         return self.irreversible is None
 
     @property
     def shuffled(self) -> bool:
-        """The index of a token in the cache may differ from its position in the text."""
+        """Whether the index of a token in the cache may differ from its position in the text."""
         return self.evicted > 0
 
     @property
-    def of_sequences(self) -> list[Layer]:
-        """The layers that hold sequences which begin together: itself, or one for each padding of a batch."""
+    def sequence_layers(self) -> list[Layer]:
+        """The layers that hold the sequences: itself, or of a padded batch one for each number of padding columns."""
         return [self]
 
     @property
@@ -91,15 +91,15 @@ class Layer(CacheLayerMixin):
         """Switch recording on or off; while it is on, `crop` can undo the last update."""
         self.recording = on
 
-    def expect(self, candidates: int) -> None:
-        """Prepare for a recorded update whose last `candidates` tokens count as if they came one per forward."""
+    def expect_candidates(self, candidates: int) -> None:
+        """Set how many of the next update's last tokens are candidates, which attend as if they came one by one."""
 
     def get_seq_length(self) -> int:
         """Tokens seen: cached and evicted ones."""
         return self.key.tokens + self.evicted
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Length and offset of the mask for `query_length` new tokens, which all cached tokens precede."""
+        """Length and offset of the mask over the cached tokens and `query_length` new ones."""
         return self.key.tokens + query_length, self.evicted
 
     def get_max_length(self) -> int:
@@ -126,7 +126,7 @@ class Layer(CacheLayerMixin):
 
     @abc.abstractmethod
     def columns_for(self, queries: int, device: torch.device, known: SourceColumns | None) -> SourceColumns | None:
-        """The columns that the next update, of `queries` tokens, will return; None: each token once, as it is.
+        """The columns of the keys and values that the next update, of `queries` tokens, returns; None: each token once.
 
         `known`: the columns of the layer before, reused by layers with the same residual.
         """
@@ -148,10 +148,10 @@ class Layer(CacheLayerMixin):
         """A copy that shares the tokens cached so far."""
 
     def check_rotations(self, layers: Sequence[Layer]) -> None:
-        """Raise `Unsupported` where layers of a cache, itself the first, cannot have the rotations they were given."""
+        """Raise `Unsupported` where `layers`, all of a cache, cannot have the rotary embeddings they were given."""
 
     def link(self, layers: Sequence[Layer]) -> None:
-        """Receive all layers of a cache, itself the first, when it is made and after each was forked."""
+        """Receive all layers of the cache that this is the first of, when it is made and when it is forked."""
 
 
 class KVCacheLayer(Layer):
@@ -169,7 +169,7 @@ class KVCacheLayer(Layer):
         self.key, self.value, self.quantized_prefill = key, value, quantized_prefill
         self._columns: SourceColumns | None = None
         self._candidates: int | None = None
-        self._recorded: Recorded | None = None
+        self._recorded: RecordedUpdate | None = None
 
     def receive_tokens(self, tokens: Tensor | None) -> None:
         self.key.receive_tokens(tokens)
@@ -182,51 +182,53 @@ class KVCacheLayer(Layer):
         """Append states `[batch, heads, tokens, head_dim]`; return what attention reads, oldest token first."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        hidden, queries = self._hidden, key_states.shape[2]
-        candidates = self._record(key_states, value_states) if self.recording else 0
+        hidden, queries = self._hidden_tokens, key_states.shape[2]
+        candidates = self._keep_state(key_states, value_states) if self.recording else 0
         head, prefill = queries - candidates, self.quantized_prefill
         if candidates or self.token_by_token:
             columns, self._columns = self._columns, None
-            if columns is None and self._moving(queries, candidates):
-                raise self._not_followed()
+            if columns is None and self._any_moves(queries, candidates):
+                raise self._unknown_attention()
 
             def append(side: CacheSide, states: Tensor) -> tuple[Tensor, Tensor | None]:
                 return side.append_then_steps(states, head, prefill) if candidates else side.append_in_steps(states)
 
-            read = _joined(columns, *self._each(append, key_states, value_states), hidden)
+            read = _order_columns(columns, *self._map_sides(append, key_states, value_states), hidden)
         else:
-            keys, values = self._each(lambda side, states: side.append(states, prefill), key_states, value_states)
+            keys, values = self._map_sides(lambda side, states: side.append(states, prefill), key_states, value_states)
             read = keys[:, :, hidden:], values[:, :, hidden:]
-        self._leave()
+        self._drop_hidden()
         return read
 
-    def _each(
+    def _map_sides(
         self, call: Callable[[CacheSide, Tensor], Read], key_states: Tensor, value_states: Tensor
     ) -> tuple[Read, Read]:
-        """What `call` returns of the states of each side."""
+        """Call `call(side, states)` for keys and for values."""
         return call(self.key, key_states), call(self.value, value_states)
 
     @property
-    def _hidden(self) -> int:
-        """How many of the cached tokens, from the first on, the next query does not read."""
+    def _hidden_tokens(self) -> int:
+        """Number of first cached tokens that are outside of the next query's window."""
         return outside(self.key.tokens, self.window)
 
-    def _leave(self) -> None:
-        """Drop what no later query reads."""
-        if self._hidden:
-            drop((self.key, self.value), self._hidden)
+    def _drop_hidden(self) -> None:
+        """Drop tokens outside of the next query's window, as many as both sides can."""
+        if self._hidden_tokens:
+            drop((self.key, self.value), self._hidden_tokens)
 
     def get_seq_length(self) -> int:
         return super().get_seq_length() + self.key.dropped
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         length, offset = super().get_mask_sizes(query_length)
-        return length - self._hidden, offset + self.key.dropped + self._hidden
+        return length - self._hidden_tokens, offset + self.key.dropped + self._hidden_tokens
 
-    def _moving(self, queries: int, candidates: int = 0) -> bool:
+    def _any_moves(self, queries: int, candidates: int = 0) -> bool:
+        """Whether `_moves` has any token."""
         return any(side.queries for side in self._moves(queries, candidates))
 
-    def _not_followed(self) -> Unsupported:
+    def _unknown_attention(self) -> Unsupported:
+        """The error for an attention that was not announced with `columns_for` or `expect_candidates`."""
         label = self.key.label.removesuffix(" and values").removesuffix(" keys")
         return Unsupported(f"model: {label} attends in a way that kvq cannot follow")
 
@@ -234,24 +236,24 @@ class KVCacheLayer(Layer):
         super().record(on)
         self._candidates = self._recorded = None
 
-    def expect(self, candidates: int) -> None:
+    def expect_candidates(self, candidates: int) -> None:
         self._candidates = candidates
 
-    def _record(self, key_states: Tensor, value_states: Tensor) -> int:
-        """Store the state before an update; return how many of its tokens are candidates."""
+    def _keep_state(self, key_states: Tensor, value_states: Tensor) -> int:
+        """Keep what `crop` needs to undo this update; return how many of its tokens are candidates."""
         candidates, self._candidates = self._candidates, None
         if candidates is None:
-            raise self._not_followed()
+            raise self._unknown_attention()
         head = key_states.shape[2] - candidates
-        self._recorded = Recorded(self.key.fork(), self.value.fork(), key_states, value_states, head)
+        self._recorded = RecordedUpdate(self.key.fork(), self.value.fork(), key_states, value_states, head)
         return candidates
 
     def columns_for(self, queries: int, device: torch.device, known: SourceColumns | None) -> SourceColumns | None:
         self._columns = None
         moves = self._moves(queries, (self._candidates or 0) if self.recording else 0)
         if any(side.queries for side in moves):
-            tokens = self.key.tokens - self._hidden + queries
-            if known is None or not known.serve(moves, tokens, queries, device):
+            tokens = self.key.tokens - self._hidden_tokens + queries
+            if known is None or not known.fit_layer(moves, tokens, queries, device):
                 known = columns_of(moves, tokens, queries, device)
             self._columns = known
         return self._columns
@@ -268,7 +270,7 @@ class KVCacheLayer(Layer):
             side.moves_then_steps(queries - candidates, candidates, prefill) if candidates else side.moves(queries)
             for side in (self.key, self.value)
         )
-        return clipped(keys, self._hidden), clipped(values, self._hidden)
+        return skip_hidden(keys, self._hidden_tokens), skip_hidden(values, self._hidden_tokens)
 
     def write(self, out: Writer) -> None:
         for name, side in (("key", self.key), ("value", self.value)):
@@ -302,6 +304,7 @@ class KVCacheLayer(Layer):
             self._check_sides(-tokens_to_remove)
 
     def _check_sides(self, remove: int) -> None:
+        """Raise `Unsupported` where the sides cannot drop their last `remove` tokens without a recorded update."""
         if remove and self.key.dropped > outside(self.get_seq_length() - remove, self.window):
             raise Unsupported(
                 f"{self.key.label}: cannot remove {remove} tokens, others left the window of {self.window} then "
@@ -318,11 +321,11 @@ class KVCacheLayer(Layer):
             self._check_sides(remove)
         except Unsupported:
             assert recorded is not None
-            self.key, self.value = recorded.without(remove, self.quantized_prefill)
+            self.key, self.value = recorded.repeat_without(remove, self.quantized_prefill)
         else:
             for side in (self.key, self.value):
                 side.crop(remove)
-        self._leave()
+        self._drop_hidden()
 
     def fork(self) -> KVCacheLayer:
         other = copy.copy(self)
@@ -331,15 +334,15 @@ class KVCacheLayer(Layer):
         return other
 
 
-def _joined(
+def _order_columns(
     columns: SourceColumns | None,
     keys: tuple[Tensor, Tensor | None],
     values: tuple[Tensor, Tensor | None],
     hidden: int,
 ) -> tuple[Tensor, Tensor]:
-    """Keys and values in the order of the columns, without the first `hidden` tokens.
+    """Keys and values in the order of the columns (None: one for each token), without the first `hidden` tokens.
 
-    Each side: what the first query reads and later ones add, and the decoded form of the tokens that move.
+    `keys`, `values`: what the first query reads and later ones add, and the decoded form of the tokens that move.
     """
     if columns is None:
         return keys[0][:, :, hidden:], values[0][:, :, hidden:]

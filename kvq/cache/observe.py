@@ -21,14 +21,14 @@ QUERY_CHUNK = 128
 See = Callable[[Any, Tensor, Tensor, Tensor, dict[str, Any]], None]
 
 
-class Hooked:
-    """Replaces a model's attention functions by ones that also report their arguments."""
+class HookedFunctions:
+    """A model's attention functions, which also pass their arguments to `see`."""
 
     def __init__(self, functions: Any, see: See) -> None:
         self._functions, self._see = functions, see
 
     def get_interface(self, name: str, default: Callable[..., Any]) -> Callable[..., Any]:
-        """The attention function of this name, which also shows what it is given."""
+        """The attention function of this name, which calls `see` first."""
         found = self._functions.get_interface(name, default)
 
         def attend(module: Any, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -45,7 +45,7 @@ class Hooked:
         return self.get_interface(name, self._functions[name])
 
 
-def hook_interface(module: nn.Module, see: See) -> Callable[[], None]:
+def hook_attention_functions(module: nn.Module, see: See) -> Callable[[], None]:
     """Call `see` with the arguments of each attention function that `module`'s family calls; returns the undo."""
     source = sys.modules[type(module).__module__]
     functions = getattr(source, INTERFACE, None)
@@ -54,12 +54,12 @@ def hook_interface(module: nn.Module, see: See) -> Callable[[], None]:
             f"model: {type(module).__name__} attends outside of transformers' attention interface, where its queries "
             "cannot be seen"
         )
-    setattr(source, INTERFACE, Hooked(functions, see))
+    setattr(source, INTERFACE, HookedFunctions(functions, see))
     return lambda: setattr(source, INTERFACE, functions)
 
 
 def scaling_of(module: nn.Module, query: Tensor, given: dict[str, Any], *unknown: str) -> float:
-    """What an attention multiplies logits with; `Unsupported` where it does more, as `unknown` arguments would."""
+    """The factor of an attention's logits; raises `Unsupported` for terms that kvq does not compute (`unknown`)."""
     for name in ("s_aux", "position_bias", *unknown):
         if given.get(name) is not None:
             raise Unsupported(
@@ -84,12 +84,12 @@ class Attended:
     softcap: float | None
 
     @classmethod
-    def of(cls, module: nn.Module, query: Tensor, key: Tensor, given: dict[str, Any]) -> Attended:
-        """From the arguments of an attention function."""
+    def from_arguments(cls, module: nn.Module, query: Tensor, key: Tensor, given: dict[str, Any]) -> Attended:
+        """Make one from the arguments of an attention function; `given`: those behind the values, by name."""
         return cls(query, key, given.get("attention_mask"), scaling_of(module, query, given), given.get("softcap"))
 
     def weights(self, rows: Tensor) -> Float[Tensor, "batch kv_heads shared rows tokens"]:
-        """Attention weights of some queries (by index, from 0), the query heads of a KV head side by side."""
+        """Attention weights of the queries with index `rows`; `shared`: the query heads of a KV head."""
         tokens, queries = self.key.shape[2], self.query.shape[2]
         picked = self.query.index_select(2, rows)
         logits = picked @ self.key.repeat_interleave(self.query.shape[1] // self.key.shape[1], 1).mT * self.scaling
@@ -108,6 +108,6 @@ class Attended:
         return torch.softmax(logits, -1).unflatten(1, (self.key.shape[1], -1))
 
     def chunks(self) -> Iterator[Float[Tensor, "batch kv_heads shared rows tokens"]]:
-        """The weights of all queries, some at a time."""
+        """Yield the weights of all queries, `QUERY_CHUNK` at a time."""
         for rows in torch.arange(self.query.shape[2], device=self.query.device).split(QUERY_CHUNK):
             yield self.weights(rows)

@@ -25,7 +25,7 @@ from kvq.cache.joined import JoinedLayer
 from kvq.cache.layer import KVCacheLayer
 from kvq.cache.observe import scaling_of
 from kvq.cache.side import CacheSide
-from kvq.cache.store import narrowed
+from kvq.cache.store import narrow_rope
 from kvq.codecs import Codec
 from kvq.config.residual import PrefillBlock, ResidualSide
 from kvq.errors import Unsupported
@@ -45,15 +45,12 @@ class SelfAttending(abc.ABC):
     def attend(
         self, module: nn.Module, query: Tensor, values: Any, mask: Tensor | None, given: dict[str, Any]
     ) -> Float[Tensor, "batch one heads dim"]:
-        """Attention of one new token per sequence; `given`: further arguments of the model's attention function."""
+        """Output for one new token per sequence; `given`: further arguments of the model's attention function."""
 
 
 @dataclass(frozen=True)
 class PackedKeys(SelfAttending):
-    """Stored keys; the values that belong to them are `PackedStates`.
-
-    `hidden`: so many first tokens have left the window and are not read.
-    """
+    """Keys in stored form, whose first `hidden` tokens are not read; `attend` takes the values as `PackedStates`."""
 
     states: PackedStates
     hidden: int = 0
@@ -86,9 +83,10 @@ class PackedSide(CacheSide):
         return stored
 
     def _stored(self) -> PackedStates:
+        """The cached tokens: parts of the packed prefix, the residual, and the rotations that the codec undid."""
         packed = tuple(self.packed)
         full = None if self._full is None else self._full.view
-        return PackedStates(self.codec, packed, full, narrowed(self._turns, 0, self.packed_tokens))
+        return PackedStates(self.codec, packed, full, narrow_rope(self._rotations, 0, self.packed_tokens))
 
 
 class PackedLayer(KVCacheLayer):
@@ -106,14 +104,14 @@ class PackedLayer(KVCacheLayer):
             return super().update(key_states, value_states)
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        hidden = self._hidden
-        keys, values = self._each(lambda side, states: side.append_packed(states), key_states, value_states)  # type: ignore[attr-defined]
-        self._leave()
+        hidden = self._hidden_tokens
+        keys, values = self._map_sides(lambda side, states: side.append_packed(states), key_states, value_states)  # type: ignore[attr-defined]
+        self._drop_hidden()
         return PackedKeys(keys, hidden), values
 
 
 class PackedJoinedLayer(PackedLayer, JoinedLayer):
-    """A `PackedLayer` whose keys and values one transform has put into the same components."""
+    """A `PackedLayer` whose keys and values one codec stores together."""
 
 
 def packed_side(like: CacheSide) -> PackedSide:
@@ -129,10 +127,7 @@ def packed_layer(like: KVCacheLayer, side: Callable[[CacheSide], PackedSide] = p
 
 
 def use_packed_attention(model: nn.Module) -> None:
-    """Switch a model to attention functions that also read packed codes; for other caches nothing changes.
-
-    `Unsupported` where kvq cannot replace a model's attention function.
-    """
+    """Switch a model to attention functions that also read packed codes; raise `Unsupported` where it has its own."""
     base = base_of(model)
     configs = {module: getattr(module, "config", None) for module in attentions(base)}
     for module, config in configs.items():
@@ -151,6 +146,8 @@ def use_packed_attention(model: nn.Module) -> None:
 
 
 def _function(original: str) -> Callable[..., tuple[Tensor, Tensor | None]]:
+    """The attention function `original` of transformers, except that a `SelfAttending` key computes by itself."""
+
     def attention(
         module: nn.Module, query: Tensor, key: Any, value: Any, attention_mask: Tensor | None, **given: Any
     ) -> tuple[Tensor, Tensor | None]:
@@ -164,7 +161,7 @@ def _function(original: str) -> Callable[..., tuple[Tensor, Tensor | None]]:
 
 
 def first_seen(mask: Tensor | None, tokens: int, window: int | None) -> int:
-    """Index of the first token that the query sees."""
+    """Index of the first of `tokens` that a mask (None: a window) shows; raises `Unsupported` for gaps after it."""
     if mask is None:
         return 0 if window is None else max(0, tokens - window)
     seen = mask if mask.dtype is torch.bool else mask > torch.finfo(mask.dtype).min / 2
@@ -177,7 +174,7 @@ def first_seen(mask: Tensor | None, tokens: int, window: int | None) -> int:
 
 @dataclass(frozen=True)
 class DenseStates(SelfAttending):
-    """Keys or values in full precision as attention on grouped queries reads them.
+    """Keys or values in full precision; as keys, they compute attention for grouped queries.
 
     The queries that share a head are rows of one attention, which reads every key and value once: the fastest way in
     which `scaled_dot_product_attention` takes grouped queries (with 4 to a head 1.7 to 1.9 times as fast as

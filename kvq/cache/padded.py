@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from kvq.cache.chunk_masks import SourceColumns
-from kvq.cache.contents import CountedCache, StateLayer, placed
+from kvq.cache.contents import CountedCache, StateLayer, place_layers
 from kvq.cache.layer import Layer
 from kvq.cache.rotary import RopeTable
 from kvq.cache.window import outside
@@ -27,31 +27,20 @@ from kvq.models.layers import KvLayer
 
 @dataclass
 class Part:
-    """Sequences with equal padding.
-
-    Attributes:
-        rows: their places in the batch.
-        padding: columns before their first token.
-        layer: holds their tokens.
-    """
+    """Sequences with equal `padding`, in columns: their `rows` in the batch, and the `layer` that holds them."""
 
     rows: list[int]
     padding: int
     layer: Any
 
-    def own(self, given: Tensor, seen: int) -> Tensor:
-        """Rows of these sequences in `[batch, columns, ...]` after `seen` columns, unpadded; 1 row stands for all."""
+    def unpad(self, given: Tensor, seen: int) -> Tensor:
+        """Rows of these sequences in `[batch or 1, columns, ...]`, without the padding left after `seen` columns."""
         rows = given if given.shape[0] == 1 else given[self.rows]
         return rows[:, max(self.padding - seen, 0) :]
 
 
 class PaddedLayer(Layer):
-    """A layer of a batch whose sequences begin at different columns.
-
-    Args:
-        empty: the layer of a batch without padding, before its first token.
-        padding: of each sequence.
-    """
+    """A layer of a padded batch: one fork of `empty` for the sequences of each number of padding columns."""
 
     irreversible = "a padded batch"
 
@@ -65,8 +54,8 @@ class PaddedLayer(Layer):
         self._seen = 0
 
     @classmethod
-    def of(cls, layers: Sequence[Layer]) -> PaddedLayer:
-        """The layer of a batch that holds what `layers` do, in their order."""
+    def join(cls, layers: Sequence[Layer]) -> PaddedLayer:
+        """One layer with the sequences of all `layers`, in their order, the shorter ones padded."""
         most, rows, parts = max(layer.get_seq_length() for layer in layers), 0, []
         for layer in layers:
             count = layer.batch_size
@@ -82,7 +71,7 @@ class PaddedLayer(Layer):
         return [found[row] for row in sorted(found)]
 
     @property
-    def of_sequences(self) -> list[Layer]:
+    def sequence_layers(self) -> list[Layer]:
         return [part.layer for part in self.parts]
 
     @property
@@ -98,27 +87,27 @@ class PaddedLayer(Layer):
         return self._seen
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Those of a batch without padding that has as many columns."""
+        """Length and offset of the mask, padding columns included."""
         hidden = outside(self._seen, self.window)
         return self._seen - hidden + query_length, hidden
 
     def receive_tokens(self, tokens: Tensor | None) -> None:
         for part in self.parts:
-            part.layer.receive_tokens(None if tokens is None else part.own(tokens, self._seen))
+            part.layer.receive_tokens(None if tokens is None else part.unpad(tokens, self._seen))
 
     def receive_hidden(self, hidden: Tensor) -> None:
         for part in self.parts:
-            part.layer.receive_hidden(part.own(hidden, self._seen))
+            part.layer.receive_hidden(part.unpad(hidden, self._seen))
 
     def receive_rotations(self, tokens: int, given: tuple[Tensor, Tensor] | None, like: Tensor) -> None:
         for part in self.parts:
-            cos, sin = (None, None) if given is None else (part.own(one, self._seen) for one in given)
+            cos, sin = (None, None) if given is None else (part.unpad(one, self._seen) for one in given)
             table = None if cos is None or sin is None else (cos, sin)
             count = tokens - max(part.padding - self._seen, 0)
             part.layer.receive_rotations(count, table, like)
 
     def columns_for(self, queries: int, device: torch.device, known: SourceColumns | None) -> SourceColumns | None:
-        """None: each token once, as it is."""
+        """None; raises `Unsupported` where a part would need copies of tokens."""
         for part in self.parts:
             if part.layer.columns_for(queries - max(part.padding - self._seen, 0), device, None) is not None:
                 raise Unsupported(
@@ -183,41 +172,41 @@ class PaddableCache(CountedCache, abc.ABC):
     _groups: list[int]
 
     @property
-    def _own(self) -> list[Any]:
-        """The layers of a batch with keys and values of their own."""
+    def _batch_layers(self) -> list[Any]:
+        """The layers with keys and values, each of the whole batch."""
         return [self.layers[index] for index in self._held]
 
     @property
     def kv_layers(self) -> list[Any]:
-        return [one for layer in self._own for one in layer.of_sequences]
+        return [one for layer in self._batch_layers for one in layer.sequence_layers]
 
     @property
     def padding(self) -> Sequence[int] | None:
         """Columns of padding before the first token of each sequence; None: none."""
-        found: Sequence[int] | None = self._own[0].padding
+        found: Sequence[int] | None = self._batch_layers[0].padding
         return found if found is not None and any(found) else None
 
     @property
     def is_parted(self) -> bool:
-        """Sequences are cached apart: each token has to come in a forward of its own, and none can be taken back."""
-        return isinstance(self._own[0], PaddedLayer)
+        """Whether sequences are cached apart; then later tokens come one per forward, and `crop` is refused."""
+        return isinstance(self._batch_layers[0], PaddedLayer)
 
     @property
     def no_split_reason(self) -> str | None:
-        """The reason why it cannot hold sequences apart; None: it can."""
-        reason = next(filter(None, (layer.no_padding_reason for layer in self._own)), None)
+        """The reason why the cache cannot hold its sequences apart; None: it can."""
+        reason = next(filter(None, (layer.no_padding_reason for layer in self._batch_layers)), None)
         if reason is not None:
             return f"method={self.method.name} {reason}"
         return "candidates of assisted generation" if self.recording else None
 
     @property
     def no_padding_reason(self) -> str | None:
-        """The reason why it takes no padded batch; None: it does."""
+        """The reason why the cache takes no padded batch; None: it does."""
         states = "layers keep states of fixed size, which it would enter" if self._states else None
         return self.no_split_reason or states
 
     def pad(self, padding: Sequence[int] | None) -> None:
-        """Receive how many columns of padding come before the first token of each sequence, before any token.
+        """Set the columns of padding before the first token of each sequence; only while the cache is empty.
 
         Raises:
             Unsupported: padding that the tokens held do not have, or a cache that takes none.
@@ -233,21 +222,21 @@ class PaddableCache(CountedCache, abc.ABC):
             for part in layer.parts:
                 table = own.setdefault((part.padding, group), RopeTable(self._tables[group].style))
                 part.layer.key.rope = part.layer.value.rope = table
-        self._put(layers)
+        self._set_layers(layers)
 
-    def _put(self, layers: Sequence[Layer]) -> None:
-        self.layers = placed([held for _, held in self._held.values()], layers, self._states)
+    def _set_layers(self, layers: Sequence[Layer]) -> None:
+        self.layers = place_layers([held for _, held in self._held.values()], layers, self._states)
 
-    def _open(self) -> None:
-        """Hold the first sequences of equal padding, and no others, as a batch without padding."""
-        self._put([layer.of_sequences[0] for layer in self._own])
-        for layer, group in zip(self._own, self._groups, strict=False):
+    def _remove_padding(self) -> None:
+        """Make the first part's layers the cache's: its sequences stay, without padding, and no others."""
+        self._set_layers([layer.sequence_layers[0] for layer in self._batch_layers])
+        for layer, group in zip(self._batch_layers, self._groups, strict=False):
             self._tables[group] = layer.key.rope
 
     def reset(self) -> None:
         """Forget everything, padding included."""
         if self.is_parted:
-            self._open()
+            self._remove_padding()
         super().reset()
 
     @abc.abstractmethod
@@ -259,15 +248,15 @@ class PaddableCache(CountedCache, abc.ABC):
         other = self.fork()
         other.batch_select_indices(torch.tensor([row]))
         if other.is_parted:
-            other._open()
+            other._remove_padding()
         return other
 
     @classmethod
     def together(cls: type[Paddable], caches: Sequence[Paddable]) -> Paddable:
-        """One batch of the sequences of caches of one model and method that were filled apart, and stay as they are.
+        """One cache with the sequences of `caches`, of one model and method; these are not changed.
 
-        The shorter ones count as padded on the left, and `padding` says by how much. What it holds is theirs, bit for
-        bit. Each later forward has one token for each sequence.
+        Shorter sequences count as padded on the left (`padding`). Stored bits are those of the caches. Each later
+        forward has one token for each sequence.
 
         Raises:
             Unsupported: a method that cannot hold sequences apart, or a cache that is such a batch already.
@@ -278,8 +267,8 @@ class PaddableCache(CountedCache, abc.ABC):
             if reason is not None:
                 raise Unsupported(f"KVCache.together: {reason}; go on with each by itself")
         found = forks[0]
-        found._states = {
-            index: StateLayer.joined([fork._states[index] for fork in forks]) for index in forks[0]._states
-        }
-        found._put([PaddedLayer.of(layers) for layers in zip(*(fork._own for fork in forks), strict=True)])
+        found._states = {index: StateLayer.join([fork._states[index] for fork in forks]) for index in forks[0]._states}
+        found._set_layers(
+            [PaddedLayer.join(layers) for layers in zip(*(fork._batch_layers for fork in forks), strict=True)]
+        )
         return found

@@ -11,7 +11,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from transformers.cache_utils import DynamicCache
 
-from kvq.cache.hooks import attentions, layer_number, told_before
+from kvq.cache.hooks import attentions, call_before, layer_number
 from kvq.codecs import Growable
 from kvq.codecs.packed import grown
 from kvq.codecs.rope import Rope
@@ -35,7 +35,7 @@ class Style:
     interleaved: bool
 
     def rope(self, cos: Float[Tensor, "rows tokens columns"], sin: Float[Tensor, "rows tokens columns"]) -> Rope:
-        """Pure rotations; a factor on attention (yarn, longrope) stays in the keys."""
+        """The rotations of a table, without its factor on attention (yarn, longrope), which stays in the keys."""
         pairs = cos.shape[-1] // 2
         pick = {"first_half": slice(0, pairs), "even": slice(0, None, 2), "every": slice(None)}[self.columns]
         cos, sin = (part[..., pick].to(torch.promote_types(part.dtype, torch.float32)) for part in (cos, sin))
@@ -53,7 +53,7 @@ STYLES = (
 
 
 class RopeTable:
-    """The rotations of a cache's tokens, shared by layers of one style; positions decide them, so none is stored."""
+    """The rotations of a cache's tokens, shared by layers that rotate alike; they do not count as stored bytes."""
 
     saved = ("_parts",)
     """In a file, whose reader has no positions."""
@@ -79,7 +79,7 @@ class RopeTable:
         return rope.narrow(tokens, rope.tokens - tokens) if tokens else rope
 
     def extend(self, held: int, queries: int, given: tuple[Tensor, Tensor] | None, like: Tensor) -> None:
-        """Cover `queries` tokens after the `held` ones; an earlier layer of the group may have done so already."""
+        """Add the rotations `given` (None: none, with dtype of `like`) of `queries` tokens after the first `held`."""
         if self.tokens == held + queries:
             return
         if self.style is None or given is None:
@@ -102,7 +102,7 @@ class RopeTable:
             self._parts = (cos, sin) if tokens else None
 
     def fork(self) -> RopeTable:
-        """A copy that shares what is covered so far and grows on its own."""
+        """A copy that shares the rotations so far and grows independently."""
         other = RopeTable(self.style)
         other._parts = None if self._parts is None else (self._parts[0].fork(), self._parts[1].fork())
         return other
@@ -126,7 +126,7 @@ def angles(module: Any, arguments: dict[str, Any]) -> tuple[Tensor, Tensor] | No
 
 
 class KeyRecorder(DynamicCache):
-    """Records the keys that each layer adds."""
+    """Keeps the keys `[batch, heads, tokens, head_dim]` that each layer added last, in `seen`."""
 
     def __init__(self, config: Any) -> None:
         super().__init__(config=config)
@@ -141,14 +141,14 @@ _PROBED: weakref.WeakKeyDictionary[nn.Module, list[tuple[Style | None, int]]] = 
 
 
 def styles_of(model: nn.Module) -> list[tuple[Style | None, int]]:
-    """Style of each layer with keys of its own, and the number of its group: layers of a group rotate alike.
+    """Style of each layer that computes keys (None: it rotates nothing), and its group; layers of a group rotate alike.
 
     The model reads a few tokens. Each attention is then called again with the same tokens, all at position 0, where
-    RoPE does nothing; the style whose inverse maps the first keys to these is the layer's. None: no rotary embedding.
+    RoPE does nothing; the style whose inverse maps the first keys to these is the layer's.
     """
     if model not in _PROBED:
         try:
-            _PROBED[model] = _probe(model)
+            _PROBED[model] = _probe_styles(model)
         except Unsupported:
             for name, weight in model.named_parameters():
                 if not bool(torch.isfinite(weight).all()):
@@ -158,7 +158,8 @@ def styles_of(model: nn.Module) -> list[tuple[Style | None, int]]:
 
 
 @torch.no_grad()
-def _probe(model: Any) -> list[tuple[Style | None, int]]:
+def _probe_styles(model: Any) -> list[tuple[Style | None, int]]:
+    """The result of `styles_of`, by running the model."""
     base = base_of(model)
     calls: dict[int, tuple[Any, dict[str, Any]]] = {}
 
@@ -167,33 +168,37 @@ def _probe(model: Any) -> list[tuple[Style | None, int]]:
 
     recorder, embedding = KeyRecorder(model.config), model.get_input_embeddings()
     tokens = torch.arange(1, PROBE_TOKENS + 1, device=device_of(embedding)) % embedding.weight.shape[0]
-    with told_before(attentions(base), keep):
+    with call_before(attentions(base), keep):
         base(input_ids=tokens[None], past_key_values=recorder, use_cache=True)
     out: list[tuple[Style | None, int]] = []
     tables: list[tuple[Style | None, Tensor | None]] = []
     for layer in sorted(recorder.seen):
         module, arguments = calls[layer]
         given = angles(module, arguments)
-        style = _style(module, arguments, recorder.seen[layer], given)
+        style = _find_style(module, arguments, recorder.seen[layer], given)
         cos = None if style is None or given is None else given[0]
-        group = next((i for i, known in enumerate(tables) if _same(known, (style, cos))), len(tables))
+        group = next((i for i, known in enumerate(tables) if _rotate_alike(known, (style, cos))), len(tables))
         if group == len(tables):
             tables.append((style, cos))
         out.append((style, group))
     return out
 
 
-def _same(first: tuple[Style | None, Tensor | None], second: tuple[Style | None, Tensor | None]) -> bool:
+def _rotate_alike(first: tuple[Style | None, Tensor | None], second: tuple[Style | None, Tensor | None]) -> bool:
+    """Whether two pairs of style and table of cosines are equal."""
     if first[0] != second[0] or first[1] is None or second[1] is None:
         return first[0] == second[0]
     return first[1].device == second[1].device and torch.equal(first[1], second[1])
 
 
-def _style(module: Any, arguments: dict[str, Any], keys: Tensor, given: tuple[Tensor, Tensor] | None) -> Style | None:
+def _find_style(
+    module: Any, arguments: dict[str, Any], keys: Tensor, given: tuple[Tensor, Tensor] | None
+) -> Style | None:
+    """The style that produced `keys` from an attention's arguments and tables `given` (None: it rotates nothing)."""
     tolerance = _TOLERANCE.get(keys.dtype, 2e-2)
     if given is None:  # nothing says how they turn; then moving tokens must move their keys and nothing else
-        moved = _keys(module, arguments | {"hidden_states": arguments["hidden_states"].roll(1, 1)})
-        if _distance(moved, keys.roll(1, 2)) <= tolerance:
+        moved = _rerun_keys(module, arguments | {"hidden_states": arguments["hidden_states"].roll(1, 1)})
+        if _relative_error(moved, keys.roll(1, 2)) <= tolerance:
             return None
         raise Unsupported(f"model: {type(module).__name__} turns its keys in a way that kvq does not know")
     at_first = dict(arguments)
@@ -202,8 +207,8 @@ def _style(module: Any, arguments: dict[str, Any], keys: Tensor, given: tuple[Te
         at_first["position_embeddings"] = tuple(part[..., :1, :].expand_as(part) for part in table)
     else:
         at_first["position_ids"] = torch.zeros_like(arguments["position_ids"])
-    still = _keys(module, at_first)
-    if _distance(still, keys) <= tolerance:  # it is handed tables and does not use them (Falcon with ALiBi)
+    still = _rerun_keys(module, at_first)
+    if _relative_error(still, keys) <= tolerance:  # it is handed tables and does not use them (Falcon with ALiBi)
         return None
     for style in STYLES:
         rope = style.rope(given[0][:1], given[1][:1])
@@ -211,18 +216,20 @@ def _style(module: Any, arguments: dict[str, Any], keys: Tensor, given: tuple[Te
             one = Rope(rope.cos[:, None], rope.sin[:, None], rope.interleaved)
             wide = keys.to(rope.cos.dtype)
             back = one.rotate(wide, back=True)
-            if _distance(back, still) <= tolerance and _distance(one.rotate(back), wide) <= tolerance:
+            if _relative_error(back, still) <= tolerance and _relative_error(one.rotate(back), wide) <= tolerance:
                 return style
     raise Unsupported(f"model: {type(module).__name__} turns its keys in a way that kvq does not know")
 
 
-def _keys(module: Any, arguments: dict[str, Any]) -> Tensor:
+def _rerun_keys(module: Any, arguments: dict[str, Any]) -> Tensor:
+    """Call an attention with these arguments and an empty cache; return the keys it adds."""
     recorder = KeyRecorder(None)
     given = {name: recorder if isinstance(value, DynamicCache) else value for name, value in arguments.items()}
     module(**given)
     return recorder.seen[layer_number(module, arguments)]
 
 
-def _distance(found: Tensor, expected: Tensor) -> float:
+def _relative_error(found: Tensor, expected: Tensor) -> float:
+    """Largest difference relative to the largest expected number."""
     expected = expected.to(found.dtype)
     return float((found - expected).abs().max() / expected.abs().max().clamp_min(torch.finfo(found.dtype).tiny))

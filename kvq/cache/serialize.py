@@ -16,11 +16,9 @@ from kvq.codecs import BlockRun, Growable, Packed, PackedStore
 
 
 class Writer:
-    """Collects the state of a part of a cache under a prefix.
+    """Collects the state of a part of a cache.
 
-    Attributes:
-        tree: JSON data; what is not a plain number is a pair of its kind and its content.
-        tensors: by name, shared by all parts.
+    `tree`: JSON data, in which other values are pairs of kind and content; `tensors`: by name, shared by all parts.
     """
 
     def __init__(self, tensors: dict[str, Tensor] | None = None, prefix: str = "") -> None:
@@ -29,12 +27,13 @@ class Writer:
         self._prefix = prefix
 
     def part(self, name: str) -> Writer:
+        """A writer whose tree is `name` in this one, and whose names of tensors begin with it."""
         inner = Writer(self.tensors, f"{self._prefix}{name}.")
         self.tree[name] = inner.tree
         return inner
 
     def fields(self, owner: Any, names: Iterable[str]) -> None:
-        """Write these attributes of `owner`."""
+        """Write the attributes `names` of `owner`."""
         for name in names:
             self.tree[name] = self._data(f"{self._prefix}{name}", getattr(owner, name))
 
@@ -61,25 +60,22 @@ class Writer:
 
 
 class Reader:
-    """Reads what a `Writer` wrote.
-
-    Args:
-        tree, tensors: as the file has them.
-    """
+    """Reads what a `Writer` wrote as `tree` and `tensors`; tensors go to `device`."""
 
     def __init__(self, tree: dict[str, Any], tensors: dict[str, Tensor], device: torch.device) -> None:
         self.tree, self.tensors, self.device = tree, tensors, device
 
     def part(self, name: str, device: torch.device | None = None) -> Reader:
-        """A reader for a part of this one, on another device where one is given."""
+        """A reader for the part `name`, on this reader's device or another."""
         return Reader(self.tree[name], self.tensors, self.device if device is None else device)
 
     def fields(self, owner: Any, names: Iterable[str]) -> None:
-        """Set these attributes of `owner`."""
+        """Set the attributes `names` of `owner` to what was written."""
         for name in names:
             setattr(owner, name, self._value(self.tree[name]))
 
     def _value(self, data: Any) -> Any:
+        """The value that `Writer._data` wrote as `data`."""
         if not isinstance(data, list):
             return data
         kind, held = data

@@ -28,7 +28,7 @@ def reads_at_once(device: torch.device) -> bool:
 
 
 class CacheSide:
-    """Appends states and returns what attention reads.
+    """The cached keys or values of one layer: `append` adds states and returns what attention reads.
 
     Args:
         codec: None keeps everything in full precision.
@@ -57,14 +57,14 @@ class CacheSide:
         self.reset()
 
     wants_hidden: ClassVar[bool] = False
-    """Takes the hidden states of its tokens (`receive_hidden`)."""
+    """Whether the cache calls `receive_hidden`."""
 
     drops: ClassVar[bool] = True
-    """Tokens that no query reads any more can be forgotten."""
+    """Whether tokens outside of a window can be dropped."""
 
     def reset(self) -> None:
         self._store: BlockStore | None = None
-        self.dropped = 0  # first tokens, forgotten behind a window
+        self.dropped = 0  # first tokens, outside of a window
         self._full: Growable | None = None
         self._shape: tuple[int, int, int] | None = None
         self._finite: Bool[Tensor, ""] | None = None  # what was encoded and not yet asked for
@@ -77,11 +77,12 @@ class CacheSide:
 
     @property
     def _encodes_at_once(self) -> bool:
+        """Whether every token is encoded in the update that it comes in."""
         return self.residual.policy is Policy.none or self.residual.size == 0
 
     @property
     def uses_rope(self) -> bool:
-        """The codec undoes and redoes RoPE and needs the rotations of the tokens."""
+        """Whether the codec undoes and redoes RoPE, for which it needs the rotations of the tokens."""
         return self.codec is not None and self.codec.uses_rope
 
     @property
@@ -116,7 +117,7 @@ class CacheSide:
 
     @property
     def packed(self) -> list[Packed]:
-        """The stored parts of the packed prefix, oldest tokens first."""
+        """The stored parts of the packed prefix, each of some tokens, oldest first."""
         return [] if self._store is None else self._store.packed
 
     @property
@@ -134,7 +135,7 @@ class CacheSide:
 
     @property
     def recompression(self) -> Recompression | None:
-        """What encoding packed tokens again has changed; None: it is never done."""
+        """Errors from encoding packed tokens again; None: that is never done."""
         return None
 
     @property
@@ -166,34 +167,34 @@ class CacheSide:
         return visible
 
     def moves(self, queries: int) -> Transitions:
-        """The tokens that leave full precision before the last of `queries` tokens attends, fed one by one."""
+        """The tokens that are encoded before the last of `queries` new tokens attends, if these come one by one."""
         if self.codec is None or self._encodes_at_once:
             return Transitions(self.packed_tokens, ())
-        return Transitions(self.packed_tokens, self._left_at(self.residual_tokens, queries))
+        return Transitions(self.packed_tokens, self._decoded_from(self.residual_tokens, queries))
 
-    def _left_at(self, held: int, queries: int) -> tuple[int, ...]:
-        """For each leaving token, the index of the first query that reads it decoded; `held` tokens come before."""
+    def _decoded_from(self, held: int, queries: int) -> tuple[int, ...]:
+        """For each token that leaves a residual of `held` tokens, the first of the queries that reads it decoded."""
         groups = max(held + queries - 1 - self._kept, 0) // self._group
         when = [self._kept + self._group * (group + 1) - held for group in range(groups)]
         return tuple(query for query in when for _ in range(self._group))
 
     def moves_then_steps(self, head: int, queries: int, quantized_prefill: bool) -> Transitions:
-        """As `moves`, for `head` tokens that come together, followed by `queries` tokens one by one."""
+        """As `moves`, if `head` tokens come together and then `queries` tokens one by one."""
         if self.codec is None or self._encodes_at_once:
             return Transitions(self.packed_tokens, ())
         held = self.residual_tokens + head
         gone = self._leaving(held, first=not self.seen)
-        later = tuple(head + query for query in self._left_at(held - gone, queries))
+        later = tuple(head + query for query in self._decoded_from(held - gone, queries))
         if quantized_prefill and head > 1:  # they read them decoded
             return Transitions(self.packed_tokens + gone, later)
         return Transitions(self.packed_tokens, (head,) * gone + later)
 
     def append_in_steps(self, states: States) -> tuple[States, States | None]:
-        """Add states as if each came in an update of its own.
+        """Add states as if each token came in an update of its own.
 
         Returns:
-            What the first of them reads, followed by the others in full precision; and the decoded form of the tokens
-            of `moves`, which later queries read (None: no token moves).
+            What the first query reads, followed by the other new tokens in full precision; and the tokens of `moves`
+            decoded, which later queries read (None: there are none).
         """
         if self.codec is not None and self.residual.policy is Policy.block and not self.residual.size:
             self._receive(states)
@@ -209,11 +210,7 @@ class CacheSide:
         return visible, None if decoded is None else decoded[:, :, :moved]
 
     def append_then_steps(self, states: States, head: int, quantized_prefill: bool) -> tuple[States, States | None]:
-        """Add states: the first `head` tokens together, as in `append`, then the others one by one.
-
-        Returns:
-            As `append_in_steps`, for the tokens of `moves_then_steps`.
-        """
+        """Add the first `head` tokens as `append`, the others as `append_in_steps`, and return as that does."""
         count = states.shape[2] - head
         moves = self.moves_then_steps(head, count, quantized_prefill)
         front = self.append(states[:, :, :head], quantized_prefill)
@@ -228,7 +225,7 @@ class CacheSide:
         return torch.cat([front, rest], 2), torch.cat(decoded, 2) if moves.queries else None
 
     def _receive(self, states: Tensor) -> bool:
-        """Check shape and rotations of new states; return whether these are the first tokens."""
+        """Check that new states have the shape of earlier ones, and rotations; return whether they are the first."""
         first = not self.seen
         shape = (states.shape[0], states.shape[1], states.shape[3])
         if not first and shape != self._shape:
@@ -239,14 +236,16 @@ class CacheSide:
         return first
 
     @property
-    def _turns(self) -> Rope | None:
+    def _rotations(self) -> Rope | None:
         """The rotations of the cached tokens, from the first on."""
         return None if not self.uses_rope or self.rope is None else self.rope.after(self.dropped)
 
     def _hold(self, states: Tensor) -> None:
+        """Append states to the residual."""
         self._full = grown(self._full, states)
 
     def _visible(self) -> Tensor:
+        """All cached tokens: the packed ones decoded, followed by the residual."""
         full = None if self._full is None else self._full.view
         if self._store is None:
             assert full is not None
@@ -254,11 +253,12 @@ class CacheSide:
         return self._past() if full is None else torch.cat([self._past(), full], -2)
 
     def _past(self) -> Tensor:
+        """The packed tokens, decoded."""
         assert self._store is not None
-        return self._store.past(self._turns)
+        return self._store.past(self._rotations)
 
     def _flush(self, first: bool, decoded: bool = False) -> Tensor | None:
-        """Encode the tokens that leave the residual; a whole prefill may be one block (`prefill_block=whole`)."""
+        """Encode the tokens that leave the residual; return them decoded if `decoded` is set; `first`: a prefill."""
         held = self.residual_tokens
         leaving = self._leaving(held, first)
         if self.codec is None or self._full is None or not leaving:
@@ -277,19 +277,20 @@ class CacheSide:
         return out
 
     def _leaving(self, held: int, first: bool) -> int:
-        """How many of `held` full-precision tokens leave now."""
+        """How many of `held` full-precision tokens are to be encoded now; `first`: they are a prefill."""
         whole = first and self.residual.prefill_block is PrefillBlock.whole
         return leaving(held, self._kept, self._group, whole)
 
     def _encode(self, states: Tensor, block: int | None, decoded: bool = False) -> Tensor | None:
+        """Check that states are finite, and add them to the store, as `BlockStore.add`."""
         assert self.codec is not None
         self._check_finite(states)
         if self._store is None:
             self._store = self._new_store(self.codec)
-        return self._store.add(states, block, self._turns, decoded)
+        return self._store.add(states, block, self._rotations, decoded)
 
     def _new_store(self, codec: Codec) -> BlockStore:
-        # A group of one token may also be a block of one, whose statistics its tokens share.
+        """An empty store; tokens of a group of one are independent only where no block shares their statistics."""
         token_by_token = self.residual.policy is Policy.sliding and codec.token_group == 1
         return (TokenStore if token_by_token else BlockStore)(codec, self.keep_decoded)
 
@@ -303,10 +304,10 @@ class CacheSide:
         given.fields(self, self.saved)
         if self.codec is not None and "store" in given.tree:
             self._store = self._new_store(self.codec)
-            self._store.read(given.part("store"), self._turns)
+            self._store.read(given.part("store"), self._rotations)
 
     def droppable(self, tokens: int) -> int:
-        """How many of the first `tokens` tokens can be forgotten: whole blocks, or any where nothing is encoded."""
+        """How many of the first `tokens` tokens can be dropped: whole blocks, or all of them without a codec."""
         if not self.drops:
             return 0
         if self.codec is None:
@@ -315,7 +316,7 @@ class CacheSide:
         return 0 if self._store is None else self._store.droppable(tokens)
 
     def drop(self, tokens: int) -> None:
-        """Forget the first `tokens` tokens, as many as `kvq.cache.window` says."""
+        """Drop the first `tokens` tokens, at most as many as `droppable` says."""
         self.dropped += tokens
         if self._store is not None:
             self._store.drop(tokens)
@@ -389,4 +390,4 @@ class CacheSide:
         self.forget(self.tokens)
 
     def forget(self, tokens: int) -> None:
-        """Discard what a subclass has recorded about tokens from index `tokens` on."""
+        """Discard what a subclass has recorded of the tokens with index `tokens` and above."""

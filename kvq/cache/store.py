@@ -19,7 +19,7 @@ States = Float[Tensor, "batch heads _tokens head_dim"]
 
 
 class Recompression(NamedTuple):
-    """Tokens that were decoded and encoded again with other bits, and what this changed.
+    """Count and error of tokens that were decoded and encoded again with other bits.
 
     Attributes:
         moves: number of tokens of one head, each as often as it was encoded again.
@@ -33,11 +33,7 @@ class Recompression(NamedTuple):
 
 
 class BlockStore:
-    """Encodes tokens in blocks, appends them to those held, and decodes all.
-
-    Args:
-        keep_decoded: also keep the decoded copy, so that a long past is decoded once (bit-identical, more memory).
-    """
+    """The packed tokens of a side: encodes new ones in blocks and decodes all, once if `keep_decoded` is set."""
 
     saved: ClassVar[tuple[str, ...]] = ("_store",)
     """Attributes that a file holds; classes with more state add to it."""
@@ -63,13 +59,14 @@ class BlockStore:
     def add(self, states: States, block: int | None, rope: Rope | None, decoded: bool = False) -> States | None:
         """Encode `states` in blocks of `block` tokens (None: as one block); return them decoded if `decoded` is set.
 
-        `rope` covers the tokens held and the new ones, from the first on.
+        `rope`: rotations of the tokens held and of the new ones.
         """
-        rope = narrowed(rope, self.tokens, states.shape[2])
+        rope = narrow_rope(rope, self.tokens, states.shape[2])
         codec = self.codec.for_later_tokens(None if self._store is None else self._store.packed)
         return self._seal(codec, codec.encode(states, block, rope), rope, decoded)
 
     def _seal(self, codec: Codec, packed: Packed, rope: Rope | None, decoded: bool) -> States | None:
+        """Append encoded tokens for good; return them decoded if `decoded` or `keep_decoded` is set."""
         if self._store is None:
             self._store = PackedStore(packed)
         else:
@@ -80,19 +77,19 @@ class BlockStore:
         return out
 
     def past(self, rope: Rope | None) -> States:
-        """All tokens held, decoded; `rope` covers them, from the first on."""
+        """All tokens held, decoded; `rope`: their rotations."""
         if self._decoded is not None:
             return self._decoded.view
         assert self._store is not None
         packed = self._store.packed
-        return self.codec.decode(packed, narrowed(rope, 0, packed.tokens))
+        return self.codec.decode(packed, narrow_rope(rope, 0, packed.tokens))
 
     def droppable(self, tokens: int) -> int:
-        """How many of the first `tokens` tokens are in whole blocks; 0 where parts are lists, which have no rows."""
+        """How many of the first `tokens` tokens fill whole blocks, which can be dropped; 0 where parts are lists."""
         return 0 if self._store is None or self.codec.stores_lists else self._store.packed.leading(tokens)
 
     def drop(self, tokens: int) -> None:
-        """Forget the first `tokens` tokens, as many as `droppable` says."""
+        """Drop the first `tokens` tokens, at most as many as `droppable` says."""
         assert self._store is not None
         left = self._store.packed.behind(tokens)
         own = {name: part.clone() for name, part in left.parts.items()}  # what is dropped gives its memory back
@@ -104,7 +101,7 @@ class BlockStore:
         out.fields(self, self.saved)
 
     def read(self, given: Reader, rope: Rope | None) -> None:
-        """Hold what a file has; `rope` covers its tokens."""
+        """Fill the empty store from a file; `rope`: rotations of its tokens."""
         given.fields(self, self.saved)
         if self.keep_decoded and self._store is not None:
             self._decoded = Growable(BlockStore.past(self, rope))
@@ -118,15 +115,14 @@ class BlockStore:
     def select(self, index: Tensor) -> None:
         self._store = None if self._store is None else self._store.select(index)
         if self._decoded is not None:
-            self._decoded = Growable(_rows_of_batch(self._decoded.view, index))
+            self._decoded = Growable(_select_rows(self._decoded.view, index))
 
 
 class TokenStore(BlockStore):
-    """Tokens that are encoded independently of each other; the codes of consecutive tokens still share bytes.
+    """A store of tokens that are encoded independently of each other, though consecutive tokens share bytes.
 
     Complete units of `UNIT` tokens never change. A token that comes alone is put into the bytes behind the last, short
-    unit; several are packed again with it. Both are exact, because a token's codes and side information do not depend
-    on its neighbours.
+    unit; several are packed again with it. Both give the same codes.
     """
 
     saved = (*BlockStore.saved, "_tail")
@@ -154,7 +150,7 @@ class TokenStore(BlockStore):
         if count == 1 and self._tail is not None:
             return self._add_one(states, rope, decoded)
         # In a whole unit, the number of rows of a part gives the bits that a token takes in it, hence the padding.
-        packed, turned = self._encoded(states, narrowed(rope, self.tokens, count))
+        packed, turned = self._encode_units(states, narrow_rope(rope, self.tokens, count))
         self._widths = widths = packed.token_widths
         joined = by_token(packed.parts, widths, count)
         if self._tail is not None:
@@ -163,13 +159,13 @@ class TokenStore(BlockStore):
         total = self.tokens + count - sealed
         whole = total // UNIT * UNIT
         if whole:
-            units = _repacked(packed, widths, joined, 0, whole)
-            self._seal(self.codec, units, narrowed(rope, sealed, whole), False)
-        self._tail = _repacked(packed, widths, joined, whole, total - whole) if total > whole else None
+            units = _repack(packed, widths, joined, 0, whole)
+            self._seal(self.codec, units, narrow_rope(rope, sealed, whole), False)
+        self._tail = _repack(packed, widths, joined, whole, total - whole) if total > whole else None
         return self.codec.decode(packed, turned)[:, :, :count] if decoded else None
 
-    def _encoded(self, states: States, rope: Rope | None) -> tuple[Packed, Rope | None]:
-        """`states` in whole units, the last token repeated, and the rotations of these."""
+    def _encode_units(self, states: States, rope: Rope | None) -> tuple[Packed, Rope | None]:
+        """Encode `states`, filled up to whole units with the last token; return also the rotations of these tokens."""
         count = states.shape[2]
         index = torch.arange(-(-count // UNIT) * UNIT, device=states.device).clamp_max(count - 1)
         if rope is not None:
@@ -177,40 +173,40 @@ class TokenStore(BlockStore):
         return self.codec.encode(states.index_select(2, index), UNIT, rope), rope
 
     def _add_one(self, states: States, rope: Rope | None, decoded: bool) -> States | None:
-        """Append one token's codes to the bytes of the short unit; the other bytes do not change."""
+        """`add` for one token: append its codes to the bytes of the short unit."""
         assert self._tail is not None
-        place, sealed, turned = self._tail.tokens, super().tokens, narrowed(rope, self.tokens, 1)
+        place, sealed, turned = self._tail.tokens, super().tokens, narrow_rope(rope, self.tokens, 1)
         if self.codec.stages or self._widths is None:  # a matrix product of one row may be rounded otherwise
-            packed, turned = self._encoded(states, turned)
+            packed, turned = self._encode_units(states, turned)
             self._widths = packed.token_widths
         else:
             packed = self.codec.encode(states, 1)
         parts = {
-            name: _joined(held, packed.parts[name], place, self._widths[name])
+            name: _append_one(held, packed.parts[name], place, self._widths[name])
             for name, held in self._tail.parts.items()
         }
         rows = {name: part.shape[2] for name, part in parts.items()}
         self._tail = dataclasses.replace(self._tail, parts=parts, runs=(BlockRun(place + 1, 1, rows),))
         if place + 1 == UNIT:
-            self._seal(self.codec, self._tail, narrowed(rope, sealed, UNIT), False)
+            self._seal(self.codec, self._tail, narrow_rope(rope, sealed, UNIT), False)
             self._tail = None
         return self.codec.decode(packed, turned)[:, :, :1] if decoded else None
 
     def past(self, rope: Rope | None) -> States:
         if self._tail is None:
             return super().past(rope)
-        tail = self.codec.decode(self._tail, narrowed(rope, super().tokens, self._tail.tokens))
+        tail = self.codec.decode(self._tail, narrow_rope(rope, super().tokens, self._tail.tokens))
         return torch.cat([super().past(rope), tail], 2) if super().tokens else tail
 
     def select(self, index: Tensor) -> None:
         super().select(index)
         if self._tail is not None:
-            parts = {name: _rows_of_batch(part, index) for name, part in self._tail.parts.items()}
+            parts = {name: _select_rows(part, index) for name, part in self._tail.parts.items()}
             self._tail = dataclasses.replace(self._tail, parts=parts, batch=int(index.numel()))
 
 
-def _joined(held: Tensor, new: Tensor, place: int, width: int) -> Tensor:
-    """`held` of `place` tokens, followed by the first token of `new`; `width` bits per token in a part."""
+def _append_one(held: Tensor, new: Tensor, place: int, width: int) -> Tensor:
+    """Append the first token of a part `new` to the `place` tokens of `held`; a token takes `width` bits."""
     if width not in PLANES:
         return torch.cat([held, new[:, :, :1]], 2)
     row, shift = divmod(place * width, 8)
@@ -222,17 +218,18 @@ def _joined(held: Tensor, new: Tensor, place: int, width: int) -> Tensor:
     return held
 
 
-def narrowed(rope: Rope | None, start: int, length: int) -> Rope | None:
-    """The rotations of `length` tokens from `start` on; None where there is no RoPE to undo."""
+def narrow_rope(rope: Rope | None, start: int, length: int) -> Rope | None:
+    """The rotations of `length` tokens from `start` on; None for None."""
     return None if rope is None else rope.narrow(start, length)
 
 
-def _rows_of_batch(part: Tensor, index: Tensor) -> Tensor:
+def _select_rows(part: Tensor, index: Tensor) -> Tensor:
+    """The sequences `index` of a batch."""
     return part.index_select(0, index.to(part.device))
 
 
-def _repacked(like: Packed, widths: dict[str, int], joined: dict[str, Tensor], start: int, length: int) -> Packed:
-    """Pack `length` tokens from `start` on, in whole units or as one short block; inverse of `by_token`."""
+def _repack(like: Packed, widths: dict[str, int], joined: dict[str, Tensor], start: int, length: int) -> Packed:
+    """Pack `length` tokens of `joined` from `start` on, as units or one short block; `joined`: as `by_token`."""
     parts = together({name: part[:, :, start : start + length] for name, part in joined.items()}, widths)
     size = min(UNIT, length)
     own = {name: part.shape[2] * size // length for name, part in parts.items()}

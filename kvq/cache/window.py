@@ -18,38 +18,35 @@ from kvq.cache.side import CacheSide
 
 
 def outside(tokens: int, window: int | None) -> int:
-    """How many of `tokens` tokens the next query does not read."""
+    """How many of `tokens` tokens are outside of the next query's window (None: no window)."""
     return 0 if window is None else max(tokens - window + 1, 0)
 
 
 def drop(sides: Sequence[CacheSide], tokens: int) -> None:
-    """Forget as many of the first `tokens` cached tokens as all sides can."""
-    tokens = in_common(tokens, [side.droppable for side in sides])
+    """Drop as many of the first `tokens` cached tokens as all sides can."""
+    tokens = common_droppable(tokens, [side.droppable for side in sides])
     if tokens:
         for side in sides:
             side.drop(tokens)
 
 
-def in_common(tokens: int, droppable: Sequence[Callable[[int], int]]) -> int:
-    """How many of the first `tokens` tokens all sides can forget, each as many as `droppable` says of a number."""
+def common_droppable(tokens: int, droppable: Sequence[Callable[[int], int]]) -> int:
+    """The largest number up to `tokens` that every side can drop; `droppable(n)`: how many of n tokens a side can."""
     before = tokens + 1
     while before > tokens:  # until no side has to give less than another
         before, tokens = tokens, min(one(tokens) for one in droppable)
     return tokens
 
 
-def clipped(moves: Transitions, hidden: int) -> Transitions:
-    """The departures of tokens without the first `hidden`, which are not read."""
+def skip_hidden(moves: Transitions, hidden: int) -> Transitions:
+    """The same moves with tokens counted from index `hidden` on; moves of the tokens before are left out."""
     gone = max(hidden - moves.start, 0)
     return Transitions(max(moves.start - hidden, 0), moves.queries[gone:])
 
 
 @dataclass(frozen=True)
-class Recorded:
-    """An update that can be undone: the sides before it and the states it added.
-
-    The first `head` tokens came together, the others as if one per forward.
-    """
+class RecordedUpdate:
+    """The sides before an update, and its states: the first `head` tokens came together, the others one by one."""
 
     key: CacheSide
     value: CacheSide
@@ -57,8 +54,8 @@ class Recorded:
     value_states: Tensor
     head: int
 
-    def without(self, last: int, quantized_prefill: bool) -> tuple[CacheSide, CacheSide]:
-        """The sides as they would be if the `last` tokens of the update had never come."""
+    def repeat_without(self, last: int, quantized_prefill: bool) -> tuple[CacheSide, CacheSide]:
+        """Repeat the update without its `last` tokens, and return the sides for keys and values."""
         count = self.key_states.shape[2] - last
         for side, states in ((self.key, self.key_states), (self.value, self.value_states)):
             side.forget(side.tokens + count)

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from tqdm import tqdm
 from transformers.cache_utils import DynamicCache
 
-from kvq.cache.hooks import attentions, layer_number, told_before
-from kvq.cache.observe import hook_interface
+from kvq.cache.hooks import attentions, call_before, layer_number
+from kvq.cache.observe import hook_attention_functions
 from kvq.cache.rotary import angles, styles_of
 from kvq.codecs import Rope
 from kvq.config.method import CalibrationConfig
@@ -142,7 +142,7 @@ def ropes_of(loaded: LoadedModel) -> Iterator[dict[int, Rope]]:
         if index is not None and (style := styles[index][0]) is not None and table is not None:
             found[index] = style.rope(table[0][:1].detach(), table[1][:1].detach()).to("cpu")
 
-    with told_before(attentions(base_of(loaded.model)), keep):
+    with call_before(attentions(base_of(loaded.model)), keep):
         yield found
 
 
@@ -160,7 +160,7 @@ def _queries(loaded: LoadedModel, see: Callable[[int, Tensor], None]) -> Iterato
     families = {type(module).__module__: module for module in attentions(base_of(loaded.model))}
     with ExitStack() as hooked:
         for module in families.values():
-            hooked.callback(hook_interface(module, show))
+            hooked.callback(hook_attention_functions(module, show))
         yield
 
 

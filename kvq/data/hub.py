@@ -61,7 +61,7 @@ def load_rows(setting: str, local: str, hub_id: str | None, *given: Any, first: 
     from datasets import Dataset, load_dataset
 
     try:
-        with one_line_errors():
+        with offline_if_silent():
             if first is None:
                 return load_dataset(hub_id, *given, **named)
             return Dataset.from_list(list(load_dataset(hub_id, *given, **named, streaming=True).take(first)))
@@ -81,8 +81,8 @@ def folder_of(name: str, revision: str | None) -> Path | None:
 
 
 @contextmanager
-def one_line_errors() -> Iterator[None]:
-    """Within the context, the hub's libraries are in offline mode if the hub does not answer."""
+def offline_if_silent() -> Iterator[None]:
+    """Within the context, the hub's libraries are in offline mode if the hub does not answer now."""
     if answers():
         yield
         return

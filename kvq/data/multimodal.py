@@ -25,12 +25,7 @@ _SPACES = "HME100k"
 
 @dataclass(frozen=True)
 class MediaItem:
-    """A question about one image.
-
-    Attributes:
-        kind: the category by which scores are split.
-        media: bytes of the image.
-    """
+    """A question about one image, whose bytes are `media`; scores are split by `kind`."""
 
     name: str
     kind: str
@@ -100,6 +95,7 @@ def _media(given: Any, folder: Path | None) -> bytes:
 
 
 def _rows(dataset: DatasetConfig) -> list[tuple[Row, Path | None]]:
+    """Rows of the data set, each with the folder of its images (None: the hub's rows hold them)."""
     if dataset.path is None:
         local, split = "a local copy (jsonl, json or parquet)", dataset.split or "test"
         found = hub.load_rows(f"dataset={dataset.name}", local, dataset.hub_id, dataset.hub_config, split=split)

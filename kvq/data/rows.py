@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 
 
 def read_rows(config: DatasetConfig) -> tuple[str, ...]:
-    """Return the rows of `dataset.path`, or else of `dataset.hub_id`; of records, the field `dataset.text_field`.
+    """Return the first `dataset.rows` rows of `dataset.path`, or else of `dataset.hub_id`; None: all.
 
-    All of them, or the first `dataset.rows`.
+    Of records, a row is the field `dataset.text_field`.
 
     A `path` is a file (.jsonl, .json, .parquet, .arrow, .txt, .md; the first two also with .gz), a folder of files of
     one of these kinds, read in the order of their names, or a folder that `datasets` wrote with `save_to_disk`. A plain

@@ -118,7 +118,7 @@ class _Side:
         self._coming = iter(()) if self.chain is None or self.joint else pieces(states, self.chain)
         self._held: list[Piece] = []
 
-    def within(self, start: int, stop: int) -> list[tuple[Piece, slice, slice]]:
+    def pieces_in(self, start: int, stop: int) -> list[tuple[Piece, slice, slice]]:
         """Pieces that overlap the tokens `start` to `stop`, with the slice of their tokens and that of the range."""
         self._held = [piece for piece in self._held if piece.stop > start]
         while not self._held or self._held[-1].stop < stop:
@@ -134,7 +134,7 @@ class _Side:
                 out.append((piece, slice(begin - piece.start, end - piece.start), slice(begin - start, end - start)))
         return out
 
-    def behind(self, start: int, stop: int) -> tuple[Tensor, slice] | None:
+    def full_in(self, start: int, stop: int) -> tuple[Tensor, slice] | None:
         """Full-precision tokens of the range, and the slice of the range that they fill."""
         packed = self.states.packed_tokens
         begin = max(start, packed)
@@ -155,9 +155,9 @@ class _Keys(_Side):
         out = self.query.new_empty(*self.query.shape[:3], stop - start)
         if self.joint:
             self._joint_scores(start, stop, out)
-        for piece, some, where in self.within(start, stop):
-            out[..., where] = self._of(piece)[..., some]
-        if (rest := self.behind(start, stop)) is not None:
+        for piece, some, where in self.pieces_in(start, stop):
+            out[..., where] = self._piece_scores(piece)[..., some]
+        if (rest := self.full_in(start, stop)) is not None:
             with self.step("residual"):
                 out[..., rest[1]] = self.query @ rest[0].to(self.query.dtype).mT
         return out
@@ -168,7 +168,7 @@ class _Keys(_Side):
             for where, keys in joint_keys(self.states, self.chain, start, stop, self.query.dtype):
                 out[..., where] = self.query @ keys.mT
 
-    def _of(self, piece: Piece) -> Float[Tensor, "batch kv_heads group tokens"]:
+    def _piece_scores(self, piece: Piece) -> Float[Tensor, "batch kv_heads group tokens"]:
         if self._known is not None and self._known[0] is piece:
             return self._known[1]
         assert self.chain is not None
@@ -179,13 +179,13 @@ class _Keys(_Side):
             scores = _scaled(chain, piece, scores, None)
         for shift in chain.shifts:
             with self.step("shifts"):
-                scores = scores + self._shifted(shift, piece)
+                scores = scores + self._shift_scores(shift, piece)
         out = scores.permute(0, 2, 3, 1, 4).flatten(-2)
         self._known = (piece, out)
         return out
 
-    def _shifted(self, shift: Shift, piece: Piece) -> Tensor:
-        """What a shift adds to the scores."""
+    def _shift_scores(self, shift: Shift, piece: Piece) -> Tensor:
+        """What a shift adds to the scores of a piece, `[batch, blocks, heads, group, tokens]`."""
         assert self.chain is not None
         chain, kind = self.chain, self.query.dtype
         offset = shift_of(shift, piece.blocks, self.query.shape[-1], kind)
@@ -208,11 +208,11 @@ class _Values(_Side):
                     own = weights[..., where]
                     softmax.add("codes", joint_mix(own, components))
                     softmax.add("codes_total", own.sum(-1, keepdim=True))
-        for piece, some, where in self.within(start, stop):
+        for piece, some, where in self.pieces_in(start, stop):
             spread = weights.new_zeros(*weights.shape[:3], piece.count * piece.tokens)
             spread[..., some] = weights[..., where]
             self._mix(softmax, piece, spread.unflatten(-1, (piece.count, piece.tokens)).permute(0, 3, 1, 2, 4))
-        if (rest := self.behind(start, stop)) is not None:
+        if (rest := self.full_in(start, stop)) is not None:
             with self.step("residual"):
                 softmax.add("full", weights[..., rest[1]] @ rest[0].to(self.kind))
 

@@ -70,12 +70,12 @@ class PackedStates:
     own: slice | None = None
 
     def of_heads(self, heads: slice) -> PackedStates:
-        """Some heads of what a joint transform has put into the same components."""
+        """The same tokens with only these heads; stored components, which all heads share, stay whole (`own`)."""
         full = None if self.full is None else self.full[:, heads]
         return replace(self, full=full, own=heads)
 
     def without_sinks(self, count: int) -> PackedStates:
-        """Without the first `count` of the first tokens that are in full precision."""
+        """The same tokens without the first `count` sinks."""
         if not count or self.full is None:
             return self
         return replace(self, full=self.full[:, :, count:], sinks=self.sinks - count)

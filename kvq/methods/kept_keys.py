@@ -64,8 +64,8 @@ class SinkSide(CacheSide):
         return 8 * self.residual_bytes / elements if elements else 0.0
 
     @property
-    def _turns(self) -> Rope | None:
-        rope = super()._turns
+    def _rotations(self) -> Rope | None:
+        rope = super()._rotations
         return None if rope is None else rope.narrow(self.sink_tokens, rope.tokens - self.sink_tokens)
 
     def append(self, states: States, quantized_prefill: bool = False) -> States:

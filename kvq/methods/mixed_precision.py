@@ -225,7 +225,7 @@ class PoolLayer(KVCacheLayer):
 
 def refuse_moves(layer: KVCacheLayer, queries: int) -> None:
     """Raise `Unsupported` for a chunk that is read as if fed one by one and goes past the end of a block."""
-    if layer.token_by_token and layer._moving(queries):
+    if layer.token_by_token and layer._any_moves(queries):
         raise Unsupported(
             "method.token_policy: tokens fed one by one, but together beyond the end of a block; feed up to it"
         )

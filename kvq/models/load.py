@@ -129,7 +129,7 @@ def _from_hub(config: ModelConfig, kind: Any, /, **settings: Any) -> Any:
     elif local:
         files_read(Path(folder), config.path, config.trust_remote_code)
     try:
-        with nullcontext() if local else hub.one_line_errors(), gguf_support(config):
+        with nullcontext() if local else hub.offline_if_silent(), gguf_support(config):
             return kind.from_pretrained(folder, revision=config.revision, **settings)
     except (Unsupported, KeyboardInterrupt, SystemExit):
         raise

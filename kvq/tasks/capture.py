@@ -12,8 +12,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from kvq.cache.hooks import attentions, told_before
-from kvq.cache.observe import INTERFACE, hook_interface, scaling_of
+from kvq.cache.hooks import attentions, call_before
+from kvq.cache.observe import INTERFACE, hook_attention_functions, scaling_of
 from kvq.cache.rotary import angles, styles_of
 from kvq.codecs import Rope
 from kvq.config.diagnostics import CaptureConfig
@@ -78,10 +78,10 @@ def capture(
 
     families = {type(module).__module__: module for module in modules}
     with ExitStack() as hooked:
-        hooked.enter_context(told_before(modules, keep))
+        hooked.enter_context(call_before(modules, keep))
         for name, module in families.items():
             if hasattr(sys.modules[name], INTERFACE):
-                hooked.callback(hook_interface(module, see))
+                hooked.callback(hook_attention_functions(module, see))
         base(input_ids=tokens[None].to(loaded.device), use_cache=False, **media)
     if len(seen) < len(styles):
         raise Unsupported(
@@ -106,7 +106,7 @@ def capture_windows(inputs: Inputs, visit: Callable[[LayerStates], None]) -> int
 
 
 def check(inputs: Inputs, method: Method) -> None:
-    """Raise `ConfigError` for windows longer than the model takes, `Unsupported` for a method with more than codecs."""
+    """Raise `ConfigError` for windows longer than the model takes, `Unsupported` for a method with policies."""
     method.check_needs(f"task={inputs.config.task.name}", "codecs_alone", "all_at_once")
     inputs.check_context(inputs.config.task.context)
 

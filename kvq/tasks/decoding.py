@@ -22,6 +22,7 @@ Make = Callable[[Any, int, list[int]], LogitsProcessor]
 
 
 def _number(value: Any) -> float:
+    """A finite number; raises `ValueError` for anything else."""
     if isinstance(value, bool) or not math.isfinite(float(value)):
         raise ValueError("a finite number")
     return float(value)

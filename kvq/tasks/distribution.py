@@ -122,8 +122,7 @@ class VarianceRange:
 def lemma_range(mean: Float[Tensor, " dim"], off_diagonal: float, alpha: float, constant: float) -> VarianceRange:
     """The range [1 - ε - Γβ, 1 + Γβ] of Lemma 1, with β = sqrt(ln(2/α) / c) / d.
 
-    ε is the mean squared channel mean, Γ the off-diagonal norm.
-    `constant`: c of the Hanson-Wright inequality, which the paper leaves open.
+    ε: the mean squared channel mean; Γ: the off-diagonal norm; c: `constant` of the Hanson-Wright inequality.
     """
     beta = math.sqrt(math.log(2 / alpha) / constant) / mean.shape[0]
     epsilon = float(mean.double().square().mean())
@@ -168,6 +167,7 @@ def plain(layer: LayerStates, side: str) -> Tensor:
 
 
 def _rotated_by_rope(layer: LayerStates, x: Tensor, back: bool) -> Tensor:
+    """Apply the layer's RoPE to `x`, or undo it (`back`)."""
     if layer.rope is None:
         return x
     rope = replace(layer.rope, cos=layer.rope.cos[:, None], sin=layer.rope.sin[:, None])
@@ -175,7 +175,7 @@ def _rotated_by_rope(layer: LayerStates, x: Tensor, back: bool) -> Tensor:
 
 
 class Distributions:
-    """Statistics of every layer: means over windows, and moments of the first window."""
+    """Rows of statistics by layer, side and head: means over windows, and numbers of the first window."""
 
     def __init__(self, task: DistributionConfig) -> None:
         self.task = task
@@ -185,7 +185,7 @@ class Distributions:
         self._kept = 0  # windows of which vectors are kept
 
     def add(self, layer: LayerStates) -> None:
-        """Take one layer of one window."""
+        """Add the statistics of one layer of one window."""
         for side in ("key", "value"):
             place = {"side": side, "layer": layer.index}
             x = plain(layer, side)
@@ -196,33 +196,36 @@ class Distributions:
                 for turned, z in ((False, y), (True, hadamard(y))):
                     for head in range(z.shape[1]):
                         names = {**place, "head": head, "step": step, "hadamard": turned}
-                        self._note("kl", names, kl=float(channel_kl(z[0, head]).mean()))
+                        self._add_number("kl", names, kl=float(channel_kl(z[0, head]).mean()))
             rotated = hadamard(steps["NSN"])
-            self._vectors(place, rotated)
+            self._add_cosines(place, rotated)
             if layer.index not in self._seen:
                 for stage, y in (("input", getattr(layer, side)), ("NSN", steps["NSN"]), ("NSN+Hadamard", rotated)):
                     found = moments(y)
                     for head, (mean, deviation) in enumerate(zip(found.mean, found.deviation, strict=True)):
                         row = {"kind": "moments", **place, "head": head, "stage": stage}
-                        self.first.append({**row, "mean": _short(mean), "deviation": _short(deviation)})
-                self._lemma(place, steps["NSN"])
+                        self.first.append({**row, "mean": _rounded(mean), "deviation": _rounded(deviation)})
+                self._add_lemma(place, steps["NSN"])
             if layer.index == self.task.vector_layer and self._kept < self.task.vector_windows:
-                self._keep(place, x)
+                self._keep_vectors(place, x)
         self._kept += layer.index == self.task.vector_layer
         self._seen.add(layer.index)
 
-    def _note(self, kind: str, names: Mapping[str, Any], **values: float) -> None:
+    def _add_number(self, kind: str, names: Mapping[str, Any], **values: float) -> None:
+        """Add values to the means of the row of this kind with these `names`."""
         self._means[("kind", kind), *names.items()].append(values)
 
-    def _vectors(self, place: Place, rotated: Tensor) -> None:
+    def _add_cosines(self, place: Place, rotated: Tensor) -> None:
+        """Add correlations of channels, and cosines to the nearest codewords, of states after NSN and Hadamard."""
         for head, value in enumerate(correlation_in_groups(rotated).tolist()):
-            self._note("correlation", {**place, "head": head}, correlation=value)
+            self._add_number("correlation", {**place, "head": head}, correlation=value)
         for name in self.task.codebooks:
             for bits in CODEBOOKS[name]:
                 found = float(vector_cosine(rotated, bits, name).mean())
-                self._note("vq", {**place, "codebook": name, "bits": bits}, cosine=found)
+                self._add_number("vq", {**place, "codebook": name, "bits": bits}, cosine=found)
 
-    def _lemma(self, place: Place, normal: Tensor) -> None:
+    def _add_lemma(self, place: Place, normal: Tensor) -> None:
+        """Add rows that compare Lemma 1's range of variances with those under `task.signs` random rotations."""
         found = moments(normal)
         variances = torch.stack(
             [moments(RandomizedHadamard(seed).forward(normal)[0]).deviation.square() for seed in range(self.task.signs)]
@@ -237,20 +240,21 @@ class Distributions:
             row |= {"covariance_min": float(lowest.amin()), "covariance_max": float(highest.amax())}
             self.first.append(row)
             if self.task.channel_ranges and not self._seen:  # the first layer
-                ranges = {"lowest": _short(lowest), "highest": _short(highest)}
+                ranges = {"lowest": _rounded(lowest), "highest": _rounded(highest)}
                 self.first.append({"kind": "ranges", **place, "head": head, **ranges})
 
-    def _keep(self, place: Place, x: Tensor) -> None:
+    def _keep_vectors(self, place: Place, x: Tensor) -> None:
+        """Add this window's part of `task.vectors` vectors of head 0, at evenly spread positions."""
         windows, index = self.task.vector_windows, self._kept
         count = min(self.task.vectors * (index + 1) // windows - self.task.vectors * index // windows, x.shape[2])
         own = {**place} | ({"window": index} if windows > 1 else {})
         picked = torch.linspace(0, x.shape[2] - 1, count).long() if count else torch.zeros(0, dtype=torch.long)
         for position in picked.tolist():
-            values = _short(x[0, 0, position])
+            values = _rounded(x[0, 0, position])
             self.first.append({"kind": "vector", **own, "position": position, "values": values})
 
     def samples(self) -> list[dict[str, Any]]:
-        """Rows of all kinds; means over windows, then those of the first window and the vectors that are kept."""
+        """All rows: means over windows first, then numbers of the first window and vectors."""
         rows = []
         for names, found in self._means.items():
             mean = {name: sum(each[name] for each in found) / len(found) for name in found[0]}
@@ -258,8 +262,8 @@ class Distributions:
         return rows + self.first
 
 
-def _short(values: Tensor) -> list[float]:
-    """Rounded to four significant digits, enough for a figure, to save space."""
+def _rounded(values: Tensor) -> list[float]:
+    """The numbers, rounded to four significant digits."""
     return [float(f"{value:.4g}") for value in values.tolist()]
 
 
@@ -286,7 +290,7 @@ def measure(inputs: Inputs, method: Method, baseline: Baseline | None, journal: 
 
 
 def check(inputs: Inputs, method: Method) -> None:
-    """Raise `Unsupported` for a method, or a head dim without Hadamard matrix or codebook; `ConfigError` as others."""
+    """Raise `Unsupported` unless the method is fp16 and head dims fit, `ConfigError` for codebooks and windows."""
     task: DistributionConfig = inputs.config.task
     if not method.is_full_precision:
         raise Unsupported("task=distribution: looks at keys and values before any method; method=fp16")

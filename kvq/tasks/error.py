@@ -43,7 +43,7 @@ _UNITS = {"*_weight_kl": "nats/query", "windows": "windows", "context": "tokens"
 
 @dataclass(frozen=True)
 class Case:
-    """What is quantized (`key`, `value`, `both`), the stages used (`arm`; `both`: all), and before or after RoPE."""
+    """Which side is quantized (`key`, `value`, `both`), by which stages (`arm`), before or after RoPE (`rope`)."""
 
     side: str
     arm: str
@@ -53,7 +53,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Reconstruction:
-    """A case with its decoded states; None: the original states."""
+    """A case with its decoded keys and values; None: the original ones are used."""
 
     case: Case
     key: Tensor | None
@@ -77,7 +77,7 @@ class ErrorSums:
         self._windows: dict[int, int] = defaultdict(int)
 
     def add(self, layer: LayerStates) -> None:
-        """Apply every case to one layer of one window."""
+        """Add the errors of every case for one layer of one window."""
         found = [*self._side(layer, "key"), *self._side(layer, "value")]
         complete = [each for each in found if each.case.complete]
         if found:
@@ -104,6 +104,7 @@ class ErrorSums:
         self._windows[layer.index] += 1
 
     def _side(self, layer: LayerStates, side: str) -> list[Reconstruction]:
+        """One side's states, decoded by each choice of stages; of keys also quantized before RoPE."""
         codec: Codec | None = self.method.codec_of(side, layer.index)
         if codec is None:
             return []
@@ -255,7 +256,7 @@ def check_synthetic(inputs: Inputs, method: Method) -> None:
 
 
 def check_error(inputs: Inputs, method: Method) -> None:
-    """Raise `Unsupported` for a calibrated method, whose tables fit no other choice of its stages; else as `check`."""
+    """As `check`; also raise `Unsupported` for a calibrated method, whose tables fit only all of its stages."""
     check(inputs, method)
     method.check_needs("task=error", "uncalibrated")
 

@@ -75,7 +75,7 @@ def repetition(tokens: Sequence[int], length: int) -> float:
 
 
 def check(inputs: Inputs, method: Method) -> None:
-    """Raise `ConfigError` for a prompt longer than the model takes, `Unsupported` for a residual without order."""
+    """Raise `ConfigError` for a prompt longer than the model takes, `Unsupported` for `task.prefill`."""
     task: GenerateConfig = inputs.config.task
     check_prefill(method, task.prefill)
     prompt = len(prompt_of(inputs))

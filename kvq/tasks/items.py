@@ -44,7 +44,7 @@ def has_room(prompts: int, longest: int, rows: int | None) -> bool:
 
 
 def batches_of(lengths: Sequence[int], rows: int | None, unequal: bool) -> list[list[int]]:
-    """Indices of the prompts of each batch, by length."""
+    """Indices of the prompts of each batch, shortest first; of equal length in a batch unless `unequal`."""
     out: list[list[int]] = []
     for index in sorted(range(len(lengths)), key=lambda one: lengths[one]):  # little padding
         same = bool(out) and (unequal or lengths[out[-1][0]] == lengths[index])
@@ -62,8 +62,8 @@ def read_in_batches(
 
     Under `prefill=chunked`, prompts are read one after the other, what they share once, and answered together.
     """
-    if reader.prefill is Prefill.whole or not reader.joins:
-        for batch in batches_of([len(prompt) for prompt in prompts], rows, reader.unequal):
+    if reader.prefill is Prefill.whole or not reader.can_join:
+        for batch in batches_of([len(prompt) for prompt in prompts], rows, reader.can_mix_lengths):
             yield batch, *reader.begin_together([prompts[index] for index in batch])
         return
     waiting: list[tuple[int, KVCache, Tensor]] = []
@@ -71,15 +71,16 @@ def read_in_batches(
     for found in reader.each(prompts):
         tokens = len(prompts[found[0]])
         if waiting and not has_room(len(waiting) + 1, max(longest, tokens), rows):
-            yield _joined(waiting)
+            yield _join_prompts(waiting)
             waiting, longest = [], 0
         waiting.append(found)
         longest = max(longest, tokens)
     if waiting:
-        yield _joined(waiting)
+        yield _join_prompts(waiting)
 
 
-def _joined(read: Sequence[tuple[int, KVCache, Tensor]]) -> tuple[list[int], KVCache, Tensor]:
+def _join_prompts(read: Sequence[tuple[int, KVCache, Tensor]]) -> tuple[list[int], KVCache, Tensor]:
+    """Join prompts that were read one by one to a batch: indices, cache and logits."""
     indices, caches, logits = zip(*read, strict=True)
     return list(indices), *Reader.join(caches, logits)
 
@@ -155,11 +156,9 @@ def write_answers(
 def score_items(
     items: Items[T], score: Callable[[Sequence[T]], list[Scored]], journal: Journal, label: str, prefix: str = ""
 ) -> list[Scored]:
-    """Score every batch that is not in the journal, and add it there.
+    """Score every batch that is not in the journal by `score`, independent of other batches, and add it there.
 
-    Args:
-        score: scores one batch; does not depend on other batches.
-        prefix: of the items' names in the journal, for a second scoring of the same items.
+    `prefix`: of the items' names in the journal, for a second scoring of the same items.
     """
     out: list[Scored] = []
     total = sum(map(len, items.batches))
@@ -186,10 +185,9 @@ def measure_items(
 ) -> Measurement:
     """Score all items and compare them with the baseline; without one, with a second scoring in another batch order.
 
-    Args:
-        name: metric of the mean `score` of the samples; one that `kvq.results.metrics` does not list has no unit.
+    `name`: metric of the mean `score` of the samples; one that `kvq.results.metrics` does not list has no unit.
     """
-    say(items.skipped, "skipped")
+    print_items(items.skipped, "skipped")
     if not any(items.batches):
         first = next((f"{item}: {why}" for item, why in sorted(items.skipped.items())), "there are none")
         raise DataError(f"task={task.name}: no item can be scored; the first: {first}")
@@ -209,7 +207,7 @@ def measure_items(
             return score(batch) if len(batch) > 1 else score([*batch, *batch])[:1]
 
         repeated = score_items(again, score_again, journal, f"{label} again", "again/")
-        metrics["noise_flips"] = changed(samples, [one.sample for one in repeated])
+        metrics["noise_flips"] = changed_share(samples, [one.sample for one in repeated])
     samples += [{"item": item, "skipped": why} for item, why in sorted(items.skipped.items())]
     return Measurement(metrics, units_of(metrics, {name: "1", f"delta_{name}": "1"}), samples)
 
@@ -244,7 +242,7 @@ def costs(scored: Sequence[Scored]) -> dict[str, float]:
     return out
 
 
-def paired(samples: Sequence[Sample], baseline: Sequence[Sample]) -> list[tuple[Sample, Sample]]:
+def pair_items(samples: Sequence[Sample], baseline: Sequence[Sample]) -> list[tuple[Sample, Sample]]:
     """Pairs of items of a run and of its baseline, without skipped ones."""
     theirs = {sample["item"]: sample for sample in baseline if "skipped" not in sample}
     ours = {sample["item"]: sample for sample in samples if "skipped" not in sample}
@@ -253,23 +251,23 @@ def paired(samples: Sequence[Sample], baseline: Sequence[Sample]) -> list[tuple[
     return [(sample, theirs[item]) for item, sample in ours.items()]
 
 
-def changed(samples: Sequence[Sample], other: Sequence[Sample]) -> float:
+def changed_share(samples: Sequence[Sample], other: Sequence[Sample]) -> float:
     """Fraction of items whose score differs."""
-    pairs = paired(samples, other)
+    pairs = pair_items(samples, other)
     return sum(one["score"] != two["score"] for one, two in pairs) / len(pairs)
 
 
 def compare(samples: Sequence[Sample], baseline: Baseline, task: ItemsConfig, name: str) -> dict[str, float]:
     """The paired difference from full precision, its bootstrap error, and its tests (`compare_items`)."""
-    pairs = paired(samples, baseline.samples)
+    pairs = pair_items(samples, baseline.samples)
     ours, theirs = (np.array([pair[side]["score"] for pair in pairs], dtype=np.float64) for side in (0, 1))
     found = paired_mean(ours, theirs, resamples=task.resamples)
     floor = baseline.metrics.get("noise_flips", 0.0)
     return found.metrics(f"delta_{name}") | compare_items(ours, theirs, margin=task.margin, noise_flips=floor)
 
 
-def say(items: Mapping[str, str], what: str) -> None:
-    """Print skipped items and reasons to stderr."""
+def print_items(items: Mapping[str, str], what: str) -> None:
+    """Print to stderr how many `what` items there are, and some with their reasons."""
     if not items:
         return
     shown = "; ".join(f"{item}: {why}" for item, why in sorted(items.items())[:_SHOWN])

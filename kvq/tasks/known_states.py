@@ -55,19 +55,19 @@ class Known:
     queries: Float[Tensor, "1 heads queries dim"]
 
 
-def stream(seed: int, draw: int, part: int = 0) -> torch.Generator:
-    """The generator of one part of a draw."""
+def generator_of(seed: int, draw: int, part: int = 0) -> torch.Generator:
+    """The random generator of one part (keys, values, queries, ...) of a draw."""
     return torch.Generator().manual_seed(_STREAM + (seed * _DRAWS + draw) * 8 + part)
 
 
-def walk(
+def draw_walk(
     kind: Drawn,
     shape: tuple[int, int, int],
     generator: torch.Generator,
     drift: float = 0.0,
     jumps: Collection[int] = (),
 ) -> Float[Tensor, "1 heads tokens dim"]:
-    """States of `shape` `(heads, tokens, dim)`.
+    """Draw states of `shape` `(heads, tokens, dim)`.
 
     A drifting token is the one before it plus `drift` times a Gaussian step, so that |k_t - k_(t-1)| begins at `drift`
     times |k|; the tokens `jumps` are drawn anew (kvquant-plus-plus, sections 2.2.9, 3.2 and 9.6).
@@ -87,10 +87,10 @@ def walk(
     return torch.cat(pieces, 2)
 
 
-def attended(
+def mean_attention(
     query: Float[Tensor, "1 heads queries dim"], key: Float[Tensor, "1 heads tokens dim"], scaling: float | None = None
 ) -> Float[Tensor, "1 heads tokens"]:
-    """Attention weights that each token gets from the queries of its head, which see all tokens, as a mean."""
+    """Attention weights over the tokens, as a mean over the head's queries, which all see all tokens."""
     scale = 1 / math.sqrt(key.shape[-1]) if scaling is None else scaling
     return torch.softmax(query @ key.mT * scale, -1).mean(2)
 
@@ -113,25 +113,23 @@ class Fitted:
 def check_known(
     inputs: Inputs, method: Method, plans: tuple[type[MixedPrecision], ...] = (), apart: bool = False
 ) -> None:
-    """Raise `Unsupported` for a method with more than codecs and the rank of one query.
+    """Raise `Unsupported` for a method with policies, other than tokens ranked by one query, and for `task.against`.
 
-    Args:
-        plans: further policies that the task has a place for.
-        apart: whether the task has tokens to which codebooks are fitted.
+    `plans`: further policies that the task measures; `apart`: it has tokens to which codebooks are fitted.
     """
     name = inputs.config.task.name
     policy = method.policy("token_policy")
     by_one_query = isinstance(policy, Saliency) and not policy.recent and not policy.random
     known = method.without("token_policy") if by_one_query or isinstance(policy, plans) else method
     known.check_needs(f"task={name}", "codecs_alone", "any_position", *(() if apart else ("all_at_once",)))
-    if (other := against(inputs, 64)) is not None:
+    if (other := other_method(inputs, 64)) is not None:
         other.check_needs(f"task.against={other.name}", "codecs_alone", "uncalibrated")
         if other.is_full_precision:
             raise Unsupported(f"task.against={other.name}: full precision has no error to compare with")
 
 
-def against(inputs: Inputs, head_dim: int) -> Method | None:
-    """The method that errors are compared with: `task.against` at `task.against_bits`, by default the run's own."""
+def other_method(inputs: Inputs, head_dim: int) -> Method | None:
+    """The method that errors are compared with: `task.against` at `task.against_bits` (None: at the run's bits)."""
     task: KnownStatesConfig = inputs.config.task
     if task.against is None:
         return None
@@ -139,16 +137,16 @@ def against(inputs: Inputs, head_dim: int) -> Method | None:
 
 
 def fingerprint_of(inputs: Inputs, states: str) -> str:
-    """What is measured: the states and, by its settings and versions, the other method."""
-    other = against(inputs, 64)
+    """What names a run's data: `states`, and a hash of settings and versions of `task.against`, if that is set."""
+    other = other_method(inputs, 64)
     if other is None:
         return states
     parts = {"settings": other.settings, "versions": versions_of_method(other.settings)}
     return f"{states}, against {run_key(parts)[:16]}"
 
 
-def encoded(fitted: Fitted, x: States, ranking: Float[Tensor, "1 heads tokens"]) -> Packed:
-    """The states encoded as one block; by the ranking query's weights where the codec has salient tokens."""
+def encode_block(fitted: Fitted, x: States, ranking: Float[Tensor, "1 heads tokens"]) -> Packed:
+    """Encode states as one block; a codec with salient tokens chooses them by the weights `ranking`."""
     codec, context = fitted.codec, contextlib.nullcontext()
     if isinstance(codec, PlannedCodec):
         assert isinstance(codec.quantizer, TokenSplit)
@@ -158,7 +156,7 @@ def encoded(fitted: Fitted, x: States, ranking: Float[Tensor, "1 heads tokens"])
 
 
 def errors_of(side: str, known: Known, x_hat: States) -> dict[str, float]:
-    """Errors of one side. MSE per channel, relative, of inner products with queries, and weighted by attention."""
+    """A side's MSE and relative MSE; of keys also of inner products with queries, and weighted by attention."""
     x: States = getattr(known, side)
     rest = (x_hat - x).double()
     found = {"mse": float(rest.square().mean()), "rel_mse": float(relative_mse(x, x_hat).mean())}
@@ -170,7 +168,7 @@ def errors_of(side: str, known: Known, x_hat: States) -> dict[str, float]:
 
 
 def costs_of(side: str, fitted: Fitted, packed: Packed) -> dict[str, float]:
-    """Bits per element, those of the sequence where it stores more; a Huffman code's rate; a correction's share."""
+    """Bits per element, with codebooks stored before; of keys also a Huffman code's rate, a correction's share."""
     stored = [packed] if fitted.before is None else [fitted.before, packed]
     elements = sum(one.batch * one.heads * one.tokens * one.head_dim for one in stored)
     found = {f"{side}_bits": 8 * sum(one.nbytes for one in stored) / elements}
@@ -189,7 +187,7 @@ def costs_of(side: str, fitted: Fitted, packed: Packed) -> dict[str, float]:
 
 @dataclass
 class PlaceMeans:
-    """Numbers by place, each a mean over what was added."""
+    """Means of errors and bits by place (a draw or a layer), over what was added to it."""
 
     _sums: dict[int, dict[str, float]] = field(default_factory=lambda: defaultdict(lambda: defaultdict(float)))
     _counts: dict[int, int] = field(default_factory=lambda: defaultdict(int))
@@ -197,25 +195,25 @@ class PlaceMeans:
     def add(
         self, place: int, known: Known, fitted: Mapping[str, Fitted | None], other: Mapping[str, Fitted | None]
     ) -> None:
-        """Measure one place; `other`: the codecs of the method that it is compared with."""
+        """Add the errors and bits of a place's codecs; `other`: codecs that they are compared with, by side."""
         numbers = self._sums[place]
         for side, own in fitted.items():
             if own is None:
                 continue
             x: States = getattr(known, side)
-            packed = encoded(own, x, known.ranking)
+            packed = encode_block(own, x, known.ranking)
             found = errors_of(side, known, own.codec.decode(packed)) | costs_of(side, own, packed)
             compared = other.get(side)
             if compared is not None:
-                decoded = compared.codec.decode(encoded(compared, x, known.ranking))
+                decoded = compared.codec.decode(encode_block(compared, x, known.ranking))
                 theirs = errors_of(side, known, decoded)
                 found |= {f"{name}{_OTHER}": value for name, value in theirs.items() if name in COMPARED}
             for name, value in found.items():
                 numbers[name] += value
         self._counts[place] += 1
 
-    def note(self, place: int, numbers: Mapping[str, float]) -> None:
-        """Further numbers of a place."""
+    def add_numbers(self, place: int, numbers: Mapping[str, float]) -> None:
+        """Add further numbers to the means of a place."""
         for name, value in numbers.items():
             self._sums[place][name] += value
 
@@ -246,21 +244,23 @@ def measurement(rows: list[dict[str, Any]]) -> Measurement:
     return Measurement(metrics, units_of(metrics, dict.fromkeys(("key_rel_mse", "value_rel_mse"), "1")), rows)
 
 
-def drawn(task: RandomStatesConfig, draw: int) -> Known:
-    """The random states of one draw; each part has its own generator, different from those of rotations."""
+def draw_states(task: RandomStatesConfig, draw: int) -> Known:
+    """Draw keys, values and queries; each has a generator of its own, different from those of rotations."""
     shape = (task.heads, task.tokens, task.head_dim)
-    key, value = (walk(task.states, shape, stream(task.seed, draw, part), task.drift, task.jumps) for part in (0, 1))
-    queries = torch.randn(1, task.heads, task.queries + 1, task.head_dim, generator=stream(task.seed, draw, 2))
+    key, value = (
+        draw_walk(task.states, shape, generator_of(task.seed, draw, part), task.drift, task.jumps) for part in (0, 1)
+    )
+    queries = torch.randn(1, task.heads, task.queries + 1, task.head_dim, generator=generator_of(task.seed, draw, 2))
     ranking, others = task.sharpness * queries[:, :, :1], task.sharpness * queries[:, :, 1:2]
-    return Known(key, value, attended(ranking, key), attended(others, key), queries[:, :, 1:])
+    return Known(key, value, mean_attention(ranking, key), mean_attention(others, key), queries[:, :, 1:])
 
 
-def ready(codec: Codec | None, task: RandomStatesConfig, draw: int, side: str) -> Fitted | None:
-    """The codec, its tables or codebooks fitted to `task.fit_tokens` tokens that are drawn apart."""
+def fit_side(codec: Codec | None, task: RandomStatesConfig, draw: int, side: str) -> Fitted | None:
+    """A side's codec with tables or codebooks fitted to `task.fit_tokens` other tokens of the same kind."""
     if codec is None:
         return None
     shape = (task.heads, task.fit_tokens, task.head_dim)
-    apart = walk(task.states, shape, stream(task.seed, draw, 3 + SIDES.index(side)), task.drift, task.jumps)
+    apart = draw_walk(task.states, shape, generator_of(task.seed, draw, 3 + SIDES.index(side)), task.drift, task.jumps)
     if calibrated_parts(codec):
         tables = fit_codec(codec, apart[0], None, None, task.seed)
         codec = bind_codec(codec, tables, task.heads, task.head_dim)
@@ -270,8 +270,8 @@ def ready(codec: Codec | None, task: RandomStatesConfig, draw: int, side: str) -
     return Fitted(codec.for_later_tokens(first), first)
 
 
-def moved(codec: Codec, x: Float[Tensor, "1 heads tokens dim"]) -> dict[str, float]:
-    """Relative errors of keys in the first tier, then in the second, then in the first, each from what was decoded."""
+def recoding_errors(codec: Codec, x: Float[Tensor, "1 heads tokens dim"]) -> dict[str, float]:
+    """Relative MSE of keys encoded in the first tier, then recoded in the second, then in the first again."""
     store, found = TierStore(codec, False), {}
     for name, tier, states in (("tier", 0, x), ("demoted", 1, x[:, :, :0]), ("promoted", 0, x[:, :, :0])):
         store.revise(states, torch.full(x.shape[:3], tier, dtype=torch.uint8))
@@ -281,24 +281,24 @@ def moved(codec: Codec, x: Float[Tensor, "1 heads tokens dim"]) -> dict[str, flo
 
 @torch.no_grad()
 def measure_random(inputs: Inputs, method: Method, baseline: Baseline | None, journal: Journal) -> Measurement:
-    """Errors and bits of the method's codecs, draw by draw; full precision has none."""
+    """Errors and bits of the method's codecs, one sample per draw; none for full precision."""
     task: RandomStatesConfig = inputs.config.task
-    found, other = PlaceMeans(), against(inputs, task.head_dim)
+    found, other = PlaceMeans(), other_method(inputs, task.head_dim)
     for draw in range(0 if method.is_full_precision else task.draws):
-        known = drawn(task, draw)
+        known = draw_states(task, draw)
         if isinstance(method.policy("token_policy"), AdaptiveTiers):
             assert method.key is not None
             found.add(draw, known, {}, {})
-            found.note(draw, moved(method.key, known.key))
+            found.add_numbers(draw, recoding_errors(method.key, known.key))
             continue
-        own = {side: ready(getattr(method, side), task, draw, side) for side in SIDES}
-        compared = {} if other is None else {side: ready(getattr(other, side), task, draw, side) for side in SIDES}
+        own = {side: fit_side(getattr(method, side), task, draw, side) for side in SIDES}
+        compared = {} if other is None else {side: fit_side(getattr(other, side), task, draw, side) for side in SIDES}
         found.add(draw, known, own, compared)
     return measurement(found.rows())
 
 
 def check_random(inputs: Inputs, method: Method) -> None:
-    """Raise `Unsupported` for more than codecs, parts that a model fits, or a head dim that the method cannot do."""
+    """As `check_known`; also raise `Unsupported` for parts that need a model's loss or queries, and for head dims."""
     task: RandomStatesConfig = inputs.config.task
     check_known(inputs, method, (AdaptiveTiers,), apart=True)
     for side in SIDES:
@@ -326,7 +326,7 @@ def known_of(layer: LayerStates, held_out: int) -> Known:
 
     queries, last = of(layer.query[:, :, -held_out:]), of(layer.query[:, :, -held_out - 1 : -held_out])
     scaling = layer.attention.scaling
-    return Known(key, value, attended(last, key, scaling), attended(queries, key, scaling), queries)
+    return Known(key, value, mean_attention(last, key, scaling), mean_attention(queries, key, scaling), queries)
 
 
 def measure_model(inputs: Inputs, method: Method, baseline: Baseline | None, journal: Journal) -> Measurement:
@@ -345,7 +345,7 @@ def measure_model(inputs: Inputs, method: Method, baseline: Baseline | None, jou
         if task.layers is not None and layer.index not in task.layers:
             return
         known = known_of(layer, task.held_out)
-        other = other or against(inputs, known.key.shape[-1])
+        other = other or other_method(inputs, known.key.shape[-1])
         compared = {} if other is None else {s: None if (c := getattr(other, s)) is None else Fitted(c) for s in SIDES}
         found.add(layer.index, known, {side: codec_of(side, layer.index) for side in SIDES}, compared)
 
@@ -358,7 +358,7 @@ def measure_model(inputs: Inputs, method: Method, baseline: Baseline | None, jou
 
 
 def check_model(inputs: Inputs, method: Method) -> None:
-    """Raise `ConfigError` for windows longer than the model takes, `Unsupported` for a method with more than codecs."""
+    """Raise `ConfigError` for windows longer than the model takes, `Unsupported` for a method with policies."""
     task: ModelStatesConfig = inputs.config.task
     inputs.check_context(task.context)
     check_known(inputs, method)

@@ -33,7 +33,7 @@ from kvq.results.files import Journal
 from kvq.results.metrics import units_of
 from kvq.results.versions import code_behind, code_hash
 from kvq.tasks.decoding import check_settings, without_effect
-from kvq.tasks.items import Sample, Scored, by_part, changed, compare, costs, mean_score, say
+from kvq.tasks.items import Sample, Scored, by_part, changed_share, compare, costs, mean_score, print_items
 from kvq.tasks.lm_eval_model import CacheLM
 from kvq.tasks.measurement import Baseline, Measurement, Task, items_fingerprint
 from kvq.tasks.reader import Reader, check_prefill
@@ -84,13 +84,13 @@ def load_tasks(inputs: Inputs) -> tuple[dict[str, Any], dict[str, Part]]:
         if not known and Path(name) not in files:
             raise ConfigError(f"task.tasks={name}: lm-eval has no task, group or tag of that name")
         try:
-            with hub.one_line_errors():
+            with hub.offline_if_silent():
                 random.seed(_LOADING_SEED)
                 loaded = manager.load([name])
         # Data comes by several libraries, each with errors of its own; to a user they are one.
         except Exception as error:
             if _CODE_LEAVE in str(error):
-                raise _no_leave(name) from error
+                raise _code_refused(name) from error
             raise DataError(f"task.tasks={name}: cannot be loaded: {one_line(error, 300)}") from error
         out |= loaded["tasks"]
         if name in manager.all_tags:
@@ -150,7 +150,7 @@ def _manager(inputs: Inputs, task: LmEvalConfig, defaults: bool) -> Any:
 
 
 def check(inputs: Inputs, method: Method) -> None:
-    """Raise `Unsupported` for a residual without order."""
+    """Raise `Unsupported` for a method that cannot read prompts as `task.prefill` says."""
     check_prefill(method, inputs.config.task.prefill)
 
 
@@ -213,7 +213,7 @@ def measure(inputs: Inputs, method: Method, baseline: Baseline | None, journal: 
         sample["together"] = together.get(sample["item"], 1)
         if sample["item"] in odd:
             sample["odd"] = odd[sample["item"]]
-    say(odd, "odd")
+    print_items(odd, "odd")
     rows = [row for name, row in journal.rows.items() if not name.startswith("again/")]
     metrics = {
         "score": mean_score(samples),
@@ -228,7 +228,7 @@ def measure(inputs: Inputs, method: Method, baseline: Baseline | None, journal: 
     elif task.noise_floor and not sampled:
         again = model(config.seed, copies=2)
         again.prefix = "again/"
-        metrics["noise_flips"] = changed(samples, evaluate(inputs, again)[0])
+        metrics["noise_flips"] = changed_share(samples, evaluate(inputs, again)[0])
     return Measurement(metrics, units_of(metrics, dict.fromkeys(metrics, "1")), samples)
 
 
@@ -254,7 +254,7 @@ def evaluate(inputs: Inputs, model: Any) -> tuple[list[Sample], dict[str, float]
     tasks, parts = _quietly(load_tasks, inputs)
     unsafe = [name for name, one in tasks.items() if getattr(one, "UNSAFE_CODE", False)]
     if unsafe and not task.allow_code:
-        raise _no_leave(unsafe[0])
+        raise _code_refused(unsafe[0])
     with np.errstate(divide="ignore"):  # scores are divided by lengths, of which an odd item's may be 0
         found = _quietly(
             lm_eval.evaluator.evaluate,
@@ -269,7 +269,7 @@ def evaluate(inputs: Inputs, model: Any) -> tuple[list[Sample], dict[str, float]
     samples = [
         sample for name, logged in sorted(found["samples"].items()) for sample in item_samples(name, logged, task)
     ]
-    return samples, dict(_figures(found["results"])), parts
+    return samples, dict(_metrics_of(found["results"])), parts
 
 
 def item_samples(name: str, logged: list[Mapping[str, Any]], task: LmEvalConfig) -> Iterator[Sample]:
@@ -287,7 +287,7 @@ def item_samples(name: str, logged: list[Mapping[str, Any]], task: LmEvalConfig)
             raise ConfigError(
                 f"task.metric={metric or 'null'}: {name} has {', '.join(numbers) or 'no number per item'}"
             )
-        responses = [_response(response) for response in row["filtered_resps"]]
+        responses = [_as_json(response) for response in row["filtered_resps"]]
         yield {
             "item": f"{name}/{row['doc_id']}",
             "task": name,
@@ -298,13 +298,15 @@ def item_samples(name: str, logged: list[Mapping[str, Any]], task: LmEvalConfig)
         }
 
 
-def _response(response: Any) -> Any:
+def _as_json(response: Any) -> Any:
+    """A response with everything but lists and JSON's scalars turned into text."""
     if isinstance(response, list | tuple):
-        return [_response(part) for part in response]
+        return [_as_json(part) for part in response]
     return response if isinstance(response, str | int | float | bool | None) else str(response)
 
 
-def _figures(results: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[str, float]]:
+def _metrics_of(results: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[str, float]]:
+    """Yield lm-eval's finite results as `metric/filter[task]` and number, without standard errors."""
     for name, figures in sorted(results.items()):
         for label, value in figures.items():
             metric, _, chosen = label.partition(",")
@@ -335,7 +337,8 @@ def _quietly(action: Any, *arguments: Any, **settings: Any) -> Any:
         return action(*arguments, **settings)
 
 
-def _no_leave(name: str) -> ConfigError:
+def _code_refused(name: str) -> ConfigError:
+    """The error for a task that runs a model's code without `task.allow_code`."""
     return ConfigError(f"task.tasks={name}: runs code that the model writes; task.allow_code=true allows it")
 
 

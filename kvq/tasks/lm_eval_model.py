@@ -115,11 +115,11 @@ class CacheLM(HFLM):
     def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = True) -> list[tuple[float, bool]]:
         """Log-likelihood of each continuation, and whether greedy decoding gives it."""
         for request in requests:
-            self._asked[request.args] = _name(request)
+            self._asked[request.args] = _item_name(request)
             if request.args[0] == "":
-                self.odd[_name(request)] = "empty context: scored behind the model's first token"
+                self.odd[_item_name(request)] = "empty context: scored behind the model's first token"
             if request.args[1] == "":
-                self.odd[_name(request)] = "empty continuation: scored as impossible"
+                self.odd[_item_name(request)] = "empty continuation: scored as impossible"
         sound = [request for request in requests if request.args[1] != ""]
         found = iter(super().loglikelihood(sound, disable_tqdm=disable_tqdm) if sound else [])
         return [(-1e9, False) if request.args[1] == "" else next(found) for request in requests]
@@ -127,7 +127,7 @@ class CacheLM(HFLM):
     def _loglikelihood_tokens(
         self, requests: Sequence[Any], disable_tqdm: bool = True, override_bs: int | None = None
     ) -> list[tuple[float, bool]]:
-        cut = [self._cut(request) for request in requests]
+        cut = [self._split(request) for request in requests]
         keys = [self._key("loglikelihood", context, continuation) for context, continuation in cut]
         options: dict[Tokens, dict[str, Tokens]] = {}
         for key, (context, continuation) in zip(keys, cut, strict=True):
@@ -144,21 +144,22 @@ class CacheLM(HFLM):
                     scored[0]["cost"] |= cost  # which the first option pays for
                     self.journal.add([one | {"sample": one["sample"] | {"together": len(batch)}} for one in scored])
                     bar.update()
-        return list(map(tuple, self._recalled([self._of(name) for name, _, _ in requests], keys)))
+        return list(map(tuple, self._from_journal([self._label(name) for name, _, _ in requests], keys)))
 
-    def _cut(self, request: Any) -> tuple[Tokens, Tokens]:
+    def _split(self, request: Any) -> tuple[Tokens, Tokens]:
         """Context and continuation, the context's left end cut to what the model takes."""
         name, context, continuation = request
         if not continuation:
             text = "" if name is None else name[1]
-            raise DataError(f"{self._of(name)}: its continuation {text!r:.40} merges into its context, as no token")
+            raise DataError(f"{self._label(name)}: its continuation {text!r:.40} merges into its context, as no token")
         count = len(continuation)
         if count > self.max_length:
             raise ConfigError(f"model.context={self.max_length}: an answer to score has {count} tokens")
         most, limit = self.max_length + 1 - count, str(self.max_length)
-        return self._context(self._of(name), context, most, "scored", limit, count - 1), tuple(continuation)
+        return self._context(self._label(name), context, most, "scored", limit, count - 1), tuple(continuation)
 
-    def _of(self, request: Any) -> str:
+    def _label(self, request: Any) -> str:
+        """The item that a request's texts belong to, for messages."""
         return "a rolling window" if request is None else self._asked.get(tuple(request), "a request")
 
     def _score_all(
@@ -176,8 +177,8 @@ class CacheLM(HFLM):
             stored = {}
         return rows
 
-    def _recalled(self, items: Iterable[str], keys: Sequence[str]) -> list[Any]:
-        """The answers in the journal; keeps how many prompts were answered together with that of each item."""
+    def _from_journal(self, items: Iterable[str], keys: Sequence[str]) -> list[Any]:
+        """The journal's answers under `keys`, which it has; note in `together` how many prompts shared a batch."""
         found = [self.journal.rows[key]["sample"] for key in keys]
         self.together |= {item: sample.get("together", 1) for item, sample in zip(items, found, strict=True)}
         return [sample["answer"] for sample in found]
@@ -208,7 +209,7 @@ class CacheLM(HFLM):
         """
         keys, drawn = [], Counter[str]()
         groups: dict[str, dict[str, tuple[Tokens, int]]] = {}
-        for context, settings in map(self._wanted, requests):
+        for context, settings in map(self._prepare, requests):
             key = self._key("generate", context, settings)
             draw = drawn[key] if settings["do_sample"] else 0
             drawn[key] += 1
@@ -227,10 +228,10 @@ class CacheLM(HFLM):
                     ]
                     self.journal.add(rows)
                     bar.update(len(batch))
-        return self._recalled(map(_name, requests), keys)
+        return self._from_journal(map(_item_name, requests), keys)
 
-    def _wanted(self, request: Instance) -> tuple[Tokens, dict[str, Any]]:
-        """The context's tokens, cut as `HFLM` cuts them, and the settings of the answer."""
+    def _prepare(self, request: Instance) -> tuple[Tokens, dict[str, Any]]:
+        """A request's context in tokens, cut on the left to leave room for the answer, and the answer's settings."""
         text, given = request.args
         settings = self._settings(given)
         most = self.max_length - settings["max_gen_toks"]
@@ -240,10 +241,10 @@ class CacheLM(HFLM):
                 f"prompt in the {self.max_length} tokens that the model takes"
             )
         limit = f"{most} and an answer"
-        return self._context(_name(request), self.tok_encode(text), most, "answered", limit), settings
+        return self._context(_item_name(request), self.tok_encode(text), most, "answered", limit), settings
 
     def _settings(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        """The settings of an answer under lm-eval's names; equal ones are checked once."""
+        """Check a request's generation settings and fill in lm-eval's defaults; equal ones are checked once."""
         kept = check_settings("generation_kwargs", given)
         name = repr(kept)
         if name in self._checked:
@@ -291,6 +292,7 @@ class CacheLM(HFLM):
         return out
 
     def _decoder(self, context: Tokens, draw: int, settings: Mapping[str, Any]) -> Decoder:
+        """The decoder of one answer, whose seed depends on the context and on the number of the draw."""
         digest = hashlib.sha256(repr((self.seed, context, draw) if draw else (self.seed, context)).encode()).digest()
         return Decoder(settings, context, self._until_end, int.from_bytes(digest[:7], "big"))
 
@@ -299,7 +301,8 @@ class CacheLM(HFLM):
         return self.prefix + hashlib.sha256(json.dumps([self.seed, *request], sort_keys=True).encode()).hexdigest()
 
 
-def _name(request: Instance) -> str:
+def _item_name(request: Instance) -> str:
+    """Task and document of a request, as `task/document`."""
     return f"{request.task_name}/{request.doc_id}"
 
 

@@ -26,7 +26,7 @@ from kvq.methods.method import Method
 from kvq.models.inputs import Inputs
 from kvq.results.files import Journal
 from kvq.results.metrics import units_of
-from kvq.tasks.items import Items, Sample, Scored, batches_of, by_part, measure_items, paired, write_answers
+from kvq.tasks.items import Items, Sample, Scored, batches_of, by_part, measure_items, pair_items, write_answers
 from kvq.tasks.longbench_protocol import NO_TEMPLATE, Subset, load_subset
 from kvq.tasks.measurement import Baseline, Measurement, Task, items_fingerprint
 from kvq.tasks.reader import Reader, check_prefill, end_tokens
@@ -122,11 +122,11 @@ def prompt_tokens(inputs: Inputs, document: Document, room: int) -> tuple[list[i
     templated = task.chat_template and document.subset.base not in NO_TEMPLATE
     if not templated:
         tokens = begun(tokenizer, encode(tokenizer, text), inputs.bos)
-        return _halves(tokens, room), max(0, len(tokens) - room)
+        return _cut_middle(tokens, room), max(0, len(tokens) - room)
     plain = encode(tokenizer, text, special=False)
     kept = len(plain)
     while True:
-        cut = tokenizer.decode(_halves(plain, kept)) if kept < len(plain) else text
+        cut = tokenizer.decode(_cut_middle(plain, kept)) if kept < len(plain) else text
         words = conversation(tokenizer, cut)
         tokens = begun(tokenizer, encode(tokenizer, words, special=False), inputs.bos)
         if len(tokens) <= room or kept == 0:
@@ -134,7 +134,8 @@ def prompt_tokens(inputs: Inputs, document: Document, room: int) -> tuple[list[i
         kept = max(0, kept - (len(tokens) - room))
 
 
-def _halves(tokens: Sequence[int], room: int) -> list[int]:
+def _cut_middle(tokens: Sequence[int], room: int) -> list[int]:
+    """The first and the last tokens, `room` in all."""
     if len(tokens) <= room:
         return list(tokens)
     first = room - room // 2
@@ -199,7 +200,7 @@ def answer(reader: Reader, inputs: Inputs, batch: Sequence[LongItem]) -> list[Sc
 
 
 def check(inputs: Inputs, method: Method) -> None:
-    """Raise `ConfigError` for an unknown subset, `Unsupported` for a residual without order."""
+    """Raise `ConfigError` for an unknown subset, `Unsupported` for a method that cannot read as `task.prefill` says."""
     for name in inputs.config.task.subsets:
         load_subset(name)
     check_prefill(method, inputs.config.task.prefill)
@@ -209,7 +210,7 @@ def measure(inputs: Inputs, method: Method, baseline: Baseline | None, journal: 
     """Answer every item under `method`; a baseline is compared with item by item, by score and by ROUGE-L."""
     task: LongbenchConfig = inputs.config.task
     reader = Reader.of(inputs, method)
-    items = make_items(inputs, reader.unequal)
+    items = make_items(inputs, reader.can_mix_lengths)
     found = measure_items(
         items, lambda batch: answer(reader, inputs, batch), task, journal, baseline, method.label, "score"
     )
@@ -223,7 +224,7 @@ def measure(inputs: Inputs, method: Method, baseline: Baseline | None, journal: 
     if task.buckets:
         metrics |= by_part(scored, "bucket", "score")
     if baseline is not None:
-        for sample, theirs in paired(scored, baseline.samples):
+        for sample, theirs in pair_items(scored, baseline.samples):
             sample["rouge_l"] = rouge_l(sample["text"], theirs["text"])
         metrics["rouge_l"] = float(np.mean([sample["rouge_l"] for sample in scored]))
         metrics |= by_part(scored, "subset", "rouge_l", "rouge_l")

@@ -62,7 +62,7 @@ class Subset:
     def refusal(self, row: Mapping[str, Any]) -> str | None:
         """The reason why an item cannot be scored, or None; the caller skips an empty context or missing answers."""
         answers, classes = row.get("answers"), row.get("all_classes")
-        if answers is not None and not _texts(answers):
+        if answers is not None and not _is_text_list(answers):
             return f"answers is {type(answers).__name__}; a list of texts is read"
         for field in ("context", "input"):
             if not isinstance(row.get(field), str | None):
@@ -70,7 +70,7 @@ class Subset:
         length = row.get("length", 0)
         if length is not None and (type(length) is not int or length < 0):
             return f"length={length!r:.40}: a number of words"
-        if self.base in _CLASSES and not _texts(classes):
+        if self.base in _CLASSES and not _is_text_list(classes):
             return f"all_classes is {type(classes).__name__}; a list of texts is read"
         if self.base in _NUMBERED and any(not re.search(_NUMBERED[self.base], answer) for answer in answers or []):
             return f"answers={answers!r:.60}: each names a paragraph by its number"
@@ -166,5 +166,5 @@ def code_similarity(text: str, reference: str, **_: Any) -> float:
     return float(ratio(code, reference)) / 100
 
 
-def _texts(given: Any) -> bool:
+def _is_text_list(given: Any) -> bool:
     return isinstance(given, list) and all(isinstance(text, str) for text in given)

@@ -127,11 +127,7 @@ def task_of(settings: TaskConfig) -> Task:
 def journaled(
     journal: Journal, items: Iterable[str], score: Callable[[str], Mapping[str, Any]], label: str, unit: str
 ) -> list[dict[str, Any]]:
-    """The journal's rows of items, of which those that it lacks are scored and added to it at once.
-
-    Args:
-        score: a row of an item, without its name.
-    """
+    """The journal's rows of items; a row that it lacks is made by `score(item)` and added at once."""
     rows = []
     for item in tqdm(list(items), desc=label, unit=unit, leave=False, disable=None):
         if item not in journal.rows:
@@ -143,11 +139,7 @@ def journaled(
 def scored_rows(
     journal: Journal, kind: str, count: int, score: Callable[[int], Mapping[str, Any]]
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """The journal's rows `<kind> <index>`, as `journaled`.
-
-    Returns:
-        The rows, and the samples of a record: the rows without what their caches hold (`storage`).
-    """
+    """The journal's rows `<kind> <index>`, as `journaled`, and the same rows without `storage`, as samples."""
     indices = {f"{kind} {index}": index for index in range(count)}
     rows = journaled(journal, indices, lambda item: score(indices[item]), f"{kind}s", kind)
     return rows, [{name: value for name, value in row.items() if name != "storage"} for row in rows]
@@ -179,10 +171,9 @@ def storage_metrics(cache: KVCache, sequences: int) -> dict[str, float]:
 
     Where indices have Huffman codes, also the mean length of their code words and the Shannon entropy of their
     frequencies in each block, over keys and values. Where blocks are compressed: the bits per element before, of the
-    sides that are. Where packed tokens are encoded again: how many were (each of a
-    head, and as often as it was), and the relative squared difference between their decoded forms before and after.
-    Where layers keep states of fixed size: their bytes, and their part of the effective bits. Where a latent is cached
-    in expanded form, effective bits count against the numbers of the latent, and `expanded_bits` against those cached.
+    sides that are. Where packed tokens are encoded again: how many were (of a head, each time), and the relative
+    squared difference of their decoded forms. Where layers keep states of fixed size: their bytes, and their part of
+    effective bits. Of an expanded latent, effective bits are per number of the latent, `expanded_bits` per one cached.
     """
     stored = {
         "bits_per_element": cache.bits_per_element,

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from kvq.cache.store import UNIT, BlockStore, TokenStore
-from kvq.cache.window import in_common, outside
+from kvq.cache.window import common_droppable, outside
 from kvq.codecs import Codec, Packed, Rope
 from kvq.config.diagnostics import MemoryConfig
 from kvq.config.residual import Policy, PrefillBlock, ResidualSide, leaving
@@ -61,6 +61,7 @@ def stored_parts(codec: Codec, states: Tensor, block: int | None, rope: Rope | N
 
 
 def _bytes_of(packed: Packed) -> Counter[str]:
+    """Bytes of each stored part, by name."""
     return Counter({name: part.numel() * part.element_size() for name, part in packed.parts.items()})
 
 
@@ -123,9 +124,7 @@ def side_parts(
 ) -> Counter[str]:
     """Bytes of keys or values of one layer by part; full-precision tokens are part `residual`.
 
-    Args:
-        measured: random states are encoded and stored; else bytes follow from the layout.
-        dropped: first tokens that the layer has forgotten.
+    `measured`: encode random states, instead of computing bytes from shapes; `dropped`: first tokens not held.
     """
     if codec is None:
         return Counter(residual=plain_bytes(tokens - dropped, heads, head_dim, FP16))
@@ -175,7 +174,7 @@ def _stored_sides(shape: CacheShape, method: Method, tokens: int) -> Iterator[_S
         sides = {side: (getattr(method, side), getattr(method.residual, side)) for side in ("key", "value")}
         if kind.window is not None:
             sides = {side: method.in_window(codec, residual) for side, (codec, residual) in sides.items()}
-        dropped = in_common(gone, [functools.partial(droppable, *side, tokens) for side in sides.values()])
+        dropped = common_droppable(gone, [functools.partial(droppable, *side, tokens) for side in sides.values()])
         for side, (codec, residual) in sides.items():
             packed = 0 if codec is None else schedule(residual, codec, tokens)[0] - dropped
             yield _StoredSide(side, kind, codec, residual, packed, dropped)
@@ -228,12 +227,12 @@ def measure(inputs: Inputs, method: Method, baseline: Baseline | None, journal: 
 
 
 def check_shapes_suffice(method: Method) -> None:
-    """Raise `Unsupported` for a method whose bytes do not follow from two codecs and the shape of a model."""
+    """Raise `Unsupported` for a method whose bytes do not follow from its codecs and a model's shape alone."""
     method.check_needs("task=memory", "codecs_alone", "all_at_once", "same_stages", "one_width", "all_tokens")
 
 
 def check(inputs: Inputs, method: Method) -> None:
-    """Check prompts, method and model."""
+    """Raise `ConfigError` or `Unsupported` for prompts, a method or a model whose bytes cannot be counted."""
     task: MemoryConfig = inputs.config.task
     check_shapes_suffice(method)
     shape = cache_shape(inputs.config.model, method.mla)

@@ -122,6 +122,7 @@ def make_items(inputs: Inputs, processor: Any, answer: int) -> Items[MediaItem]:
 
 
 def _check_images(benchmark: str) -> None:
+    """Raise `Unsupported` for a benchmark of audio."""
     if benchmark == "mmau_pro":
         raise Unsupported("task.benchmark=mmau_pro: its questions are about recordings; kvq feeds text and images")
 
@@ -178,7 +179,7 @@ class ByModality:
         self._boxes: list[dict[str, Any]] = []
 
     def add(self, layer: LayerStates) -> None:
-        """Take one layer."""
+        """Add the norms of one layer."""
         for side in SIDES:
             norms, place = token_norms(getattr(layer, side)), {"layer": layer.index, "side": side}
             self.rows += [{"kind": "modality", **place, **row} for row in self._statistics(norms)]
@@ -254,7 +255,7 @@ def measure_modality(inputs: Inputs, method: Method, baseline: Baseline | None, 
 
 
 def summary_of_norms(rows: list[dict[str, Any]]) -> dict[str, float]:
-    """Means over prompts and layers: spreads of norms by side, and by modality with its relative median."""
+    """Means over prompts and layers of the rows' norm statistics, by side and modality; and tokens by modality."""
     out: dict[str, float] = {}
     found = [row for row in rows if row["kind"] == "modality"]
     for side, name in itertools.product(SIDES, (ALL, *MODALITIES)):

@@ -22,7 +22,7 @@ from kvq.models.inputs import Inputs
 from kvq.results.files import Journal
 from kvq.results.metrics import units_of
 from kvq.results.statistics import flips, mcnemar
-from kvq.tasks.items import Items, Sample, Scored, batches_of, by_part, measure_items, paired, write_answers
+from kvq.tasks.items import Items, Sample, Scored, batches_of, by_part, measure_items, pair_items, write_answers
 from kvq.tasks.measurement import Baseline, Measurement, Task, decoded
 from kvq.tasks.reader import Reader, answer_text, check_prefill
 
@@ -98,7 +98,7 @@ def extract(text: str, value: str) -> str:
 
 
 def check(inputs: Inputs, method: Method) -> None:
-    """Raise `ConfigError` for prompts longer than the model takes, `Unsupported` for a residual without order."""
+    """Raise `ConfigError` for prompts longer than the model takes, `Unsupported` for `task.prefill`."""
     task: NiahConfig = inputs.config.task
     check_prefill(method, task.prefill)
     inputs.check_tokens(max(task.lengths) + 1, f"task.lengths={task.lengths}:", " tokens, answer included")
@@ -183,7 +183,7 @@ def _outcomes(samples: Sequence[Sample], baseline: Baseline | None) -> dict[str,
         for part in ("length", "depth"):
             out |= by_part(marked, part, outcome, "is")
     if baseline is not None:
-        pairs = [[one["outcome"] == "bit_mixing" for one in pair] for pair in paired(samples, baseline.samples)]
+        pairs = [[one["outcome"] == "bit_mixing" for one in pair] for pair in pair_items(samples, baseline.samples)]
         counts = flips([now for now, _ in pairs], [before for _, before in pairs])
         out["bit_mixing_p"] = mcnemar(counts.lost, counts.gained)
     return out

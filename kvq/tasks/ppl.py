@@ -103,9 +103,9 @@ def run_ppl(
             cache = KVCache(loaded, holding_method(method) if continuation else method, keep_decoded)
             plain = without_codecs(method)
             # A generator: it computes only what is read.
-            full = _scored(loaded, KVCache(loaded, plain), plain, tokens, scored_from, bounds, continuation)
+            full = _score_batch(loaded, KVCache(loaded, plain), plain, tokens, scored_from, bounds, continuation)
             offset = 0
-            for scored in _scored(loaded, cache, method, tokens, scored_from, bounds, continuation):
+            for scored in _score_batch(loaded, cache, method, tokens, scored_from, bounds, continuation):
                 log_probs = log_probabilities(scored.logits)
                 count, expected = log_probs.shape[1], None
                 if reference is not None and fill:
@@ -120,7 +120,7 @@ def run_ppl(
                 result.add(indices, scored.targets, log_probs, expected)
                 offset += count
             result.settle(indices)
-            _check(result, indices, cache)
+            _check_finite(result, indices, cache)
             result.storage = result.storage or storage_metrics(cache, len(indices))
             _keep(result, indices, journal)
     return result
@@ -137,6 +137,7 @@ def _keep(result: PplResult, indices: Sequence[int], journal: Journal) -> None:
 
 
 def _restore(result: PplResult, indices: Sequence[int], journal: Journal) -> None:
+    """Add the journal's scores of windows to the result."""
     for index in indices:
         row = journal.rows[f"window {index}"]
         result.scores[index] = WindowScore(**row["sample"])
@@ -145,13 +146,14 @@ def _restore(result: PplResult, indices: Sequence[int], journal: Journal) -> Non
             result.kl_per_token[index] = [torch.tensor(row["kl"])]
 
 
-def _check(result: PplResult, indices: Sequence[int], cache: KVCache) -> None:
+def _check_finite(result: PplResult, indices: Sequence[int], cache: KVCache) -> None:
+    """Raise `DataError` where states or losses are not finite, naming the cache's layer if it is the reason."""
     cache.check_finite()
     if not all(math.isfinite(result.scores[index].nll) for index in indices):
         raise DataError(f"window {indices[0]}: the log-probabilities are not finite, though keys and values are")
 
 
-def _scored(
+def _score_batch(
     loaded: LoadedModel,
     cache: KVCache,
     method: Method,
@@ -166,14 +168,14 @@ def _scored(
 
 
 def check(inputs: Inputs, method: Method) -> None:
-    """Raise `Unsupported` where scoring has no order to quantize in, `ConfigError` for too long a window."""
+    """As `check_scoring`; raise `ConfigError` for windows longer than the model takes."""
     task: PplConfig = inputs.config.task
     inputs.check_context(task.context)
     check_scoring(method, task)
 
 
 def check_scoring(method: Method, task: PplConfig) -> None:
-    """Raise `Unsupported` where the scoring has no order to quantize in, or needs one."""
+    """Raise `Unsupported` where the method cannot quantize tokens in the order that `task.scoring` needs."""
     if task.scoring is Scoring.generation:
         scoring_bounds(method, task.context - 1)
     else:

@@ -35,7 +35,7 @@ PADDING = 0.25
 
 
 def check_prefill(method: Method, prefill: Prefill) -> None:
-    """Raise `Unsupported` where a prompt cannot be read in chunks."""
+    """Raise `Unsupported` for a method that cannot read a prompt in chunks, if `prefill` asks for them."""
     if prefill is Prefill.chunked:
         method.check_needs("task.prefill=chunked", "chunked_prompt")
 
@@ -43,10 +43,7 @@ def check_prefill(method: Method, prefill: Prefill) -> None:
 class Reader:
     """A model that reads prompts and generates answers with caches of one method.
 
-    Args:
-        keep_decoded: caches keep the decoded copy (bit-identical, faster, more memory).
-
-    `tokens_read` counts the tokens that went through the model.
+    `keep_decoded`: as `KVCache` has it; `tokens_read` counts the tokens that went through the model.
     """
 
     def __init__(self, loaded: LoadedModel, method: Method, prefill: Prefill, keep_decoded: bool = False) -> None:
@@ -69,19 +66,19 @@ class Reader:
         return cache
 
     @functools.cached_property
-    def pads(self) -> bool:
-        """Whether prompts of unequal length, of at least 2 tokens each, can be read in one forward."""
+    def can_pad(self) -> bool:
+        """Whether prompts of unequal length (2 tokens or more) can be read in one padded forward."""
         return self.prefill is Prefill.whole and self.new_cache().no_padding_reason is None
 
     @functools.cached_property
-    def joins(self) -> bool:
-        """Whether prompts that were read one by one can be answered together."""
+    def can_join(self) -> bool:
+        """Whether prompts that were read one by one can be joined to one batch."""
         return self.new_cache().no_split_reason is None
 
     @property
-    def unequal(self) -> bool:
-        """Whether prompts of unequal length can be answered together, however they are read."""
-        return self.pads or self.joins
+    def can_mix_lengths(self) -> bool:
+        """Whether prompts of unequal length can be answered in one batch."""
+        return self.can_pad or self.can_join
 
     def begin_together(self, prompts: Sequence[Sequence[int]]) -> tuple[KVCache, Logits]:
         """A cache that holds prompts, and the logits after each.
@@ -91,7 +88,7 @@ class Reader:
         """
         most = max(map(len, prompts))
         padding = [most - len(prompt) for prompt in prompts]
-        one_forward = self.pads and min(map(len, prompts)) > 1 and sum(padding) <= PADDING * most * len(prompts)
+        one_forward = self.can_pad and min(map(len, prompts)) > 1 and sum(padding) <= PADDING * most * len(prompts)
         if any(padding) and not one_forward:
             found = sorted(self.each(prompts), key=lambda one: one[0])
             return self.join([cache for _, cache, _ in found], [logits for _, _, logits in found])
@@ -118,33 +115,35 @@ class Reader:
         """Add prompts to a cache, after what it holds, read as `prefill` says; returns the logits after each."""
         if self.prefill is Prefill.whole and tokens.shape[1] > 1:
             cache.token_by_token = False
-            self._feed(cache, tokens[:, :-1])
+            self._run_model(cache, tokens[:, :-1])
             cache.token_by_token, tokens = True, tokens[:, -1:]
         return self._add(cache, tokens)
 
-    def _hidden(self, cache: KVCache, tokens: Int[Tensor, "batch tokens"]) -> Iterator[Tensor]:
+    def _hidden_states(self, cache: KVCache, tokens: Int[Tensor, "batch tokens"]) -> Iterator[Tensor]:
+        """Add tokens as if they came one by one; yield the hidden states of each forward."""
         start = 0
         while start < tokens.shape[1]:
-            end = start + room(cache, tokens.shape[1] - start)
-            yield self._feed(cache, tokens[:, start:end])
+            end = start + forward_tokens(cache, tokens.shape[1] - start)
+            yield self._run_model(cache, tokens[:, start:end])
             start = end
 
-    def _feed(self, cache: KVCache, tokens: Int[Tensor, "batch tokens"]) -> Float[Tensor, "batch tokens hidden"]:
+    def _run_model(self, cache: KVCache, tokens: Int[Tensor, "batch tokens"]) -> Float[Tensor, "batch tokens hidden"]:
+        """Run one forward and count its tokens."""
         columns = cache.get_seq_length()
         padding = sum(min(max(one - columns, 0), tokens.shape[1]) for one in cache.padding or ())
         self.tokens_read += tokens.numel() - padding
-        with fitting(tokens.shape[0], columns + tokens.shape[1]):
+        with name_batch_size(tokens.shape[0], columns + tokens.shape[1]):
             return self.loaded.hidden_states(tokens, cache)
 
     def _add(self, cache: KVCache, tokens: Int[Tensor, "batch tokens"]) -> Logits:
         """Add tokens as if they came one by one and return the logits after the last."""
-        *_, hidden = self._hidden(cache, tokens)
+        *_, hidden = self._hidden_states(cache, tokens)
         return self.loaded.logits(hidden[:, -1])
 
     @torch.no_grad()
     def read(self, cache: KVCache, tokens: Int[Tensor, "batch tokens"]) -> Float[Tensor, "batch tokens vocab"]:
         """Add tokens as if they came one by one and return the logits after each."""
-        return torch.cat([self.loaded.logits(hidden) for hidden in self._hidden(cache, tokens)], 1)
+        return torch.cat([self.loaded.logits(hidden) for hidden in self._hidden_states(cache, tokens)], 1)
 
     def tensor(self, rows: Sequence[Sequence[int]]) -> Int[Tensor, "batch tokens"]:
         """Rows of equal length on the model's device."""
@@ -244,8 +243,8 @@ class Reader:
 
 
 @contextmanager
-def fitting(rows: int, tokens: int) -> Iterator[None]:
-    """Raise `ConfigError` naming `task.batch_size` where a batch of several rows of so many tokens finds no memory."""
+def name_batch_size(rows: int, tokens: int) -> Iterator[None]:
+    """Within the context, turn an out-of-memory error of several rows into a `ConfigError` on `task.batch_size`."""
     try:
         yield
     except RuntimeError as error:  # a GPU's error, and of the CPU's allocator what it says
@@ -257,8 +256,8 @@ def fitting(rows: int, tokens: int) -> Iterator[None]:
         ) from error
 
 
-def room(cache: KVCache, most: int) -> int:
-    """How many tokens, at most `most`, one forward may add with the same results as one token per forward."""
+def forward_tokens(cache: KVCache, most: int) -> int:
+    """How many tokens, at most `most`, the next forward may take with the results of one token per forward."""
     layer = cache.kv_layers[0]
     sides: list[Any] = [layer.key, layer.value]
     quantized = [side for side in sides if side.codec is not None]

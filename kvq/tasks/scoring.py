@@ -40,9 +40,9 @@ def log_probabilities(logits: Float[Tensor, "*lead vocab"]) -> Float[Tensor, "*l
 
 
 def sliding_chunk(method: Method, residual: ResidualSide) -> int:
-    """Tokens of a forward under a sliding residual, which releases one at a time, so that no cut avoids copies.
+    """The most tokens per forward under a sliding residual: `FULL_PRECISION_CHUNK`, and at most the residual's size.
 
-    Where none is read decoded in the forward that it came in, no more than the residual keeps.
+    The latter not for a method that can read a token decoded in the forward it comes in (`decoded_at_once`).
     """
     whole = method.has("decoded_at_once")
     return FULL_PRECISION_CHUNK if whole else min(FULL_PRECISION_CHUNK, residual.size)
@@ -51,9 +51,8 @@ def sliding_chunk(method: Method, residual: ResidualSide) -> int:
 def scoring_bounds(method: Method, length: int, chunk: int | None = None) -> list[tuple[int, int]]:
     """Chunks of `length` tokens that end where a block residual is flushed, so that none is flushed within a chunk.
 
-    Results do not depend on the cuts: under `token_by_token` each query reads what it would by itself, also where a
-    sliding residual releases a token at every step. Cuts at flushes avoid second copies of tokens. Where a method needs
-    it, each token is a chunk.
+    Results do not depend on the cuts: under `token_by_token` each query reads what it would by itself. Cuts at flushes
+    avoid second copies of tokens. Where a method needs it (`steps`), each token is a chunk.
 
     Args:
         chunk: at most this many tokens per forward (default: whole blocks; `FULL_PRECISION_CHUNK` where none cuts, and
@@ -128,10 +127,8 @@ def score_continuation(
 ) -> Iterator[ScoredChunk]:
     """Yield the logits of the targets from position `prompt` on, all at once.
 
-    Args:
-        cache: empty, of a `holding_method`.
-        blocks: the residual that gives the block size of the prompt.
-        prompt: tokens of the prompt; its last one is read on the quantized cache.
+    `cache`: empty, of a `holding_method`. All tokens of the prompt but the last are encoded, in the block size of the
+    residual `blocks`, before the rest is read.
     """
     loaded.hidden_states(tokens[:, : prompt - 1], cache)
     for layer in cache.kv_layers:

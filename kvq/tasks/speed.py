@@ -133,6 +133,7 @@ def _watched(config: Config, loaded: LoadedModel, prompt: Tensor) -> Iterator[tu
 
 
 def _method(config: Config, loaded: LoadedModel) -> Method:
+    """The run's method, with its calibration."""
     method = method_of(config, head_dims_of(loaded.text_config, config.cache.mla)[0])
     if not method.is_calibrated:
         return method
@@ -183,6 +184,7 @@ def timed(loaded: LoadedModel, cache: Any, prompt: Tensor, new_tokens: int) -> d
 
 
 def _bytes(cache: Any) -> int:
+    """Bytes of any cache's keys and values."""
     if hasattr(cache, "nbytes"):
         return int(cache.nbytes)
     stored = [states for layer in cache.layers for states in (layer.keys, layer.values)]
@@ -229,10 +231,10 @@ def measure_latency(inputs: Inputs, method: Method, baseline: Baseline | None, j
         if not all(row["fits"] for row in here if row["subject"] not in set(References)):
             raise Unsupported(f"task.batches={batch} at task.contexts={context}: does not fit the memory of the device")
         prefill, step = itemgetter("prefill_seconds"), itemgetter("step_seconds_median")
-        metrics |= _times("prefill", name, here, SUBJECT, prefill, prefill)
-        metrics |= _times("decode", name, here, SUBJECT, step, partial(_mean_step, task.new_tokens))
+        metrics |= _time_metrics("prefill", name, here, SUBJECT, prefill, prefill)
+        metrics |= _time_metrics("decode", name, here, SUBJECT, step, partial(_mean_step, task.new_tokens))
         for regime in () if method.is_full_precision else task.regimes:
-            one = _times(f"decode_{regime}", name, here, regime, step, partial(_mean_step, task.new_tokens))
+            one = _time_metrics(f"decode_{regime}", name, here, regime, step, partial(_mean_step, task.new_tokens))
             over = {key.removeprefix("decode_"): ratio for key, ratio in one.items() if f"_{regime}_over_" in key}
             metrics |= one | {f"overhead_{key}": 100 * (ratio - 1) for key, ratio in over.items()}
         metrics |= step_metrics(name, here, SUBJECT)
@@ -244,7 +246,7 @@ def _mean_step(new_tokens: int, row: Row) -> float:
     return float(row["decode_seconds"]) / new_tokens
 
 
-def _times(
+def _time_metrics(
     part: str, cell: str, rows: list[Row], subject: str, middle: Callable[[Row], float], mean: Callable[[Row], float]
 ) -> dict[str, float]:
     """Seconds of a part and their ratio to each reference: medians, and as `<part>_mean` means over repeats.

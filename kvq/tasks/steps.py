@@ -191,12 +191,8 @@ def paired_ratio(rows: list[Row], value: Callable[[Row], float], subject: str, r
 def step_metrics(cell: str, rows: list[Row], subject: str) -> dict[str, float]:
     """Medians over repeats: seconds of each watched step, its share of the whole; the method over `without_norms`.
 
-    The whole of a prefill is the prefill, that of decoding a token its attention, of which both are per token.
-
-    Args:
-        cell: the end of the metrics' names.
-        rows: of the cell.
-        subject: the name of the run's method among them.
+    The whole of a prefill is the prefill, that of decoding a token its attention, of which both are per token. Metrics'
+    names end in `cell`, whose `rows` these are; `subject`: the name of the run's method among them.
     """
     metrics: dict[str, float] = {}
     for watched_subject, seconds, share in (

@@ -179,6 +179,7 @@ class GroupStatistics:
                 self._side(layer, side, codec, block_of(getattr(self.method.residual, side)))
 
     def _side(self, layer: LayerStates, side: str, codec: Codec, block: int | None) -> None:
+        """Add one side's group ranges after each stage, and its errors and step bounds by group."""
         x, group, at = getattr(layer, side), quantizer_group(codec), (layer.index, side)
         outputs = stage_outputs(codec, x, block, layer.rope)
         for name, y in outputs:

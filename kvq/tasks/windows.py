@@ -123,7 +123,8 @@ class ReferenceLogProbs:
             if self.kept:
                 self._rows = torch.from_file(str(file), shared=True, size=rows * vocab, dtype=dtype).view(rows, vocab)
 
-    def _slot(self, window: int, offset: int, count: int) -> Tensor:
+    def _rows_of(self, window: int, offset: int, count: int) -> Tensor:
+        """Rows `[count, vocab]` of a window's targets from `offset` on."""
         start = self._starts[window] + offset
         return self._rows[start : start + count]
 
@@ -132,11 +133,11 @@ class ReferenceLogProbs:
         if not self.kept:
             return
         for row, window in enumerate(indices):
-            self._slot(window, offset, log_probs.shape[1]).copy_(log_probs[row])
+            self._rows_of(window, offset, log_probs.shape[1]).copy_(log_probs[row])
 
     def read(self, indices: Sequence[int], offset: int, count: int) -> Float[Tensor, "batch targets vocab"]:
         """The log-probabilities of `count` targets from `offset` on, for each window of a batch."""
-        return torch.stack([self._slot(window, offset, count) for window in indices])
+        return torch.stack([self._rows_of(window, offset, count) for window in indices])
 
 
 @dataclass
@@ -168,7 +169,7 @@ class WindowScore:
 
 @dataclass
 class PplResult:
-    """What one pass over the windows measured.
+    """The scores of one pass over the windows, bytes of its caches (`storage`), and KL divergences by window.
 
     `stretch`: positions over which losses are reported in addition to their mean; None: not reported.
     """

@@ -28,7 +28,7 @@ from tqdm import tqdm
 
 from kvq.cache import KVCache
 from kvq.cache.hooks import attentions, layer_number
-from kvq.cache.observe import INTERFACE, Hooked, hook_interface
+from kvq.cache.observe import INTERFACE, HookedFunctions, hook_attention_functions
 from kvq.codecs import Codec, UniformQuantizer
 from kvq.config import PplConfig
 from kvq.errors import DataError
@@ -68,7 +68,7 @@ def unstaged(codec: Codec, y: Float[Tensor, "*lead tokens dim"]) -> Float[Tensor
     return y
 
 
-class _Changed(Hooked):
+class _Changed(HookedFunctions):
     """Attention functions that read other queries, keys and values than they are given."""
 
     def __init__(self, functions: Any, key: Codec | None, stored: Sequence[States] | None) -> None:
@@ -101,7 +101,7 @@ def engine_attention(model: nn.Module, key: Codec | None, stored: Sequence[State
         Unsupported: attention that does not go through transformers' attention interface.
     """
     source = sys.modules[type(attentions(model)[0]).__module__]
-    undo = hook_interface(attentions(model)[0], lambda *_: None)
+    undo = hook_attention_functions(attentions(model)[0], lambda *_: None)
     setattr(source, INTERFACE, _Changed(getattr(source, INTERFACE)._functions, key, stored))
     try:
         yield

@@ -33,7 +33,7 @@ from kvq.tasks.items import (
     compare,
     mean_score,
     measure_items,
-    paired,
+    pair_items,
     write_answers,
 )
 from kvq.tasks.measurement import Baseline, Measurement, Task, items_fingerprint
@@ -270,14 +270,14 @@ def measure(inputs: Inputs, method: Method, baseline: Baseline | None, journal: 
     """Answer every request under `method`; a baseline is compared with item by item, also in each of `CHECKS`."""
     task: ToolsConfig = inputs.config.task
     reader = Reader.of(inputs, method)
-    items = make_items(inputs, reader.unequal)
+    items = make_items(inputs, reader.can_mix_lengths)
     found = measure_items(items, lambda batch: answer(reader, inputs, batch), task, journal, baseline, method.label)
     scored = [sample for sample in found.samples if "skipped" not in sample]
     metrics = dict(found.metrics)
     for name in CHECKS:
         metrics |= _checked(scored, baseline, task, name)
     if baseline is not None:
-        pairs = paired(scored, baseline.samples)
+        pairs = pair_items(scored, baseline.samples)
         metrics["same_answers"] = float(np.mean([own["text"] == full["text"] for own, full in pairs]))
     return Measurement(metrics, units_of(metrics), found.samples)
 

@@ -78,8 +78,8 @@ def test_the_models_mask_is_kept_for_every_copy(kind: str) -> None:
     allowed = torch.cat([causal, causal[:, columns.copies]], 1) & columns.visible
     assert torch.equal(mask[0, 0] if kind != "float" else mask[0, 0] == 0, allowed)
     assert kind != "float" or float(mask.min()) == least
-    assert columns.serve(moves, 5, 3, CPU)
-    assert not columns.serve(moves, 6, 3, CPU)
+    assert columns.fit_layer(moves, 5, 3, CPU)
+    assert not columns.fit_layer(moves, 6, 3, CPU)
 
 
 @pytest.mark.parametrize("mask", [torch.ones(1, 1, 3, 4, dtype=torch.bool), torch.ones(3, 5)])

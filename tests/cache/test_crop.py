@@ -104,7 +104,7 @@ def test_a_recorded_update_is_undone_as_if_it_had_come_one_by_one(name, residual
         for layer in (real, short):
             layer.update(x[:, :, start:end], x[:, :, start:end])
     real.record(True)
-    real.expect(candidates)
+    real.expect_candidates(candidates)
     real.columns_for(last, torch.device("cpu"), None)
     real.update(x[:, :, total - last :], x[:, :, total - last :])
     real.crop(-remove)

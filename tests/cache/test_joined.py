@@ -104,7 +104,7 @@ def test_a_recorded_update_is_taken_back(head: int, candidates: int, remove: int
         if before:
             layer.update(keys[:, :, :middle], values[:, :, :middle])
         layer.record(True)
-        layer.expect(candidates)
+        layer.expect_candidates(candidates)
         layer.columns_for(head + candidates, keys.device, None)
     read = [layer.update(keys[:, :, middle:end], values[:, :, middle:end]) for layer in pair]
     assert all(map(torch.equal, *read))

@@ -62,7 +62,7 @@ def test_the_hub_is_asked_again_after_a_while(nobody: socket.socket, monkeypatch
     assert not hub.answers()
     assert asked(nobody) == 1
     monkeypatch.setattr(hub, "_silent_until", {})
-    with hub.one_line_errors():
+    with hub.offline_if_silent():
         assert constants.HF_HUB_OFFLINE
     assert not constants.HF_HUB_OFFLINE
     assert asked(nobody) == 1

@@ -146,19 +146,19 @@ def test_contexts_of_lm_eval_begin_with_it_also_where_they_are_cut(given: list[s
     reader = Reader(inputs.model, method_of(inputs.config, 128), Prefill.chunked)
     model = CacheLM(reader, inputs.tokenizer, 1, 40, bos=inputs.bos)
     request = Instance("generate_until", {}, ("ab" * 30, {"until": ["\n"], "max_gen_toks": 8}), 0, metadata=("t", 0, 1))
-    context, _ = model._wanted(request)
+    context, _ = model._prepare(request)
     assert (len(context), once(context)) == (32, True)
     pair = model._encode_pair("abc", " de")
     assert BOS not in [*pair[0], *pair[1]]
     for words in ("abc", "ab" * 30):
-        context, continuation = model._cut((None, *model._encode_pair(words, " de")))
+        context, continuation = model._split((None, *model._encode_pair(words, " de")))
         assert once(context)
         assert inputs.tokenizer.decode(continuation) == " de"
         assert len(context) + len(continuation) <= 41
     rolling = Instance("loglikelihood_rolling", {}, ("abc" * 30,), 0, metadata=("t", 0, 1))
     cuts: list[Any] = []
-    original = model._cut
-    model._cut = lambda one: cuts.append(original(one)) or cuts[-1]  # type: ignore[method-assign, func-returns-value]
+    original = model._split
+    model._split = lambda one: cuts.append(original(one)) or cuts[-1]  # type: ignore[method-assign, func-returns-value]
     (score,) = model.loglikelihood_rolling([rolling], disable_tqdm=True)
     assert score < 0
     assert all(once(context) and BOS not in continuation for context, continuation in cuts)

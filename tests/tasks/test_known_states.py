@@ -13,7 +13,7 @@ from kvq.config.diagnostics import Drawn, ModelStatesConfig, RandomStatesConfig
 from kvq.diagnostics import relative_mse, weighted_mse
 from kvq.errors import ConfigError, Unsupported
 from kvq.tasks.capture import LayerStates, capture
-from kvq.tasks.known_states import TASKS, attended, drawn, stream, walk
+from kvq.tasks.known_states import TASKS, draw_states, draw_walk, generator_of, mean_attention
 from kvq.tasks.measurement import Measurement
 from tests.tasks.diagnosed import DiagnosedInputs, journal
 
@@ -112,7 +112,7 @@ def test_errors_by_hand_and_draws_of_their_own(tmp_path: Path) -> None:
     codec = build_method("rtn", 2, 64).key
     assert codec is not None
     for draw, row in enumerate(found.samples):
-        known = drawn(task, draw)
+        known = draw_states(task, draw)
         rest = codec.decode(codec.encode(known.key)) - known.key
         assert row["key_mse"] == pytest.approx(float(rest.square().mean()))
         assert row["key_rel_mse"] == pytest.approx(float(relative_mse(known.key, known.key + rest).mean()))
@@ -123,19 +123,19 @@ def test_errors_by_hand_and_draws_of_their_own(tmp_path: Path) -> None:
             assert row[f"key_{name}_error"] == pytest.approx(float(error))
             assert float(getattr(known, name).sum()) == pytest.approx(2)
     first = torch.randn(64, generator=torch.Generator().manual_seed(0))
-    drawn_ones = [part for draw in range(2) for part in (drawn(task, draw).key, drawn(task, draw).value)]
+    drawn_ones = [part for draw in range(2) for part in (draw_states(task, draw).key, draw_states(task, draw).value)]
     firsts = [part[0, 0, 0] for part in drawn_ones] + [first]
     assert len({tuple(row.tolist()) for row in firsts}) == 5
-    again = drawn(RandomStatesConfig(tokens=64, seed=1), 0)
-    assert not torch.equal(again.key, drawn(RandomStatesConfig(tokens=64), 0).key)
+    again = draw_states(RandomStatesConfig(tokens=64, seed=1), 0)
+    assert not torch.equal(again.key, draw_states(RandomStatesConfig(tokens=64), 0).key)
 
 
 def test_drawn_states() -> None:
     shape = (2, 40, 64)
-    sphere = walk(Drawn.sphere, shape, stream(0, 0))
+    sphere = draw_walk(Drawn.sphere, shape, generator_of(0, 0))
     torch.testing.assert_close(sphere.norm(dim=-1), torch.ones(1, 2, 40))
-    steps = walk(Drawn.gaussian, shape, stream(0, 0))
-    found = walk(Drawn.drifting, shape, stream(0, 0), 0.15, [20])
+    steps = draw_walk(Drawn.gaussian, shape, generator_of(0, 0))
+    found = draw_walk(Drawn.drifting, shape, generator_of(0, 0), 0.15, [20])
     torch.testing.assert_close(found[:, :, [0, 20]], steps[:, :, [0, 20]])
     for token in (*range(1, 20), *range(21, 40)):
         torch.testing.assert_close(found[:, :, token] - found[:, :, token - 1], 0.15 * steps[:, :, token])
@@ -158,8 +158,8 @@ def test_a_block_of_a_models_states(tmp_path: Path) -> None:
     assert plain is not None
     for layer, row in zip(layers, found.samples, strict=True):
         key, query = layer.key[:, :, :80], layer.query.unflatten(1, (2, -1))
-        ranking = attended(query[:, :, :, 79], key)
-        later = attended(query[:, :, :, 80:].flatten(2, 3), key)
+        ranking = mean_attention(query[:, :, :, 79], key)
+        later = mean_attention(query[:, :, :, 80:].flatten(2, 3), key)
         with method.key.planned(method.key.quantizer.salient(ranking)):  # type: ignore[attr-defined]
             ours = method.key.decode(method.key.encode(key))
         theirs = plain.decode(plain.encode(key))

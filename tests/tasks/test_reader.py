@@ -204,8 +204,8 @@ def test_prompts_of_unequal_length_are_answered_together_as_alone(
     loaded, text = in_double_precision(family(name), monkeypatch), token_ids(90)[0].tolist()
     prompts, continuation = [text[:33], text[40:69], text[:25] + text[50:70]], torch.tensor([text[60:79]])
     reader = Reader(loaded, build_method("kivi", bits=2, head_dim=32, overrides=["residual.size=8"]), prefill)
-    assert reader.joins
-    assert reader.pads == (prefill is Prefill.whole and name not in HYBRIDS)
+    assert reader.can_join
+    assert reader.can_pad == (prefill is Prefill.whole and name not in HYBRIDS)
     cache, logits = reader.begin_together(prompts)
     assert reader.tokens_read == 33 + 29 + 45 - (25 if prefill is Prefill.chunked else 0)
     held = [cache.sequence(row) for row in range(3)]
@@ -226,7 +226,7 @@ def test_prompts_of_unequal_length_are_answered_together_as_alone(
 def test_methods_that_evict_answer_prompts_of_equal_length_together() -> None:
     evicting = build_method("h2o", head_dim=32, overrides=["residual.size=8"])
     reader = Reader(random_llama(), evicting, Prefill.whole)
-    assert not reader.unequal
+    assert not reader.can_mix_lengths
     with pytest.raises(Unsupported, match=r"^KVCache\.together: method=h2o evicts .*; go on with each by itself$"):
         reader.begin_together([[1, 2, 3], [1, 2]])
     assert reader.begin_together([[1, 2, 3], [1, 2, 4]])[1].shape[0] == 2

@@ -291,7 +291,7 @@ def test_scores_do_not_depend_on_attention(model: Path, tmp_path: Path) -> None:
 
 def test_the_mean_step_has_the_flush_that_the_median_lacks() -> None:
     """64 tokens of which one flushes a residual (NSNQuant, Table 21); ratios are of medians and of means."""
-    from kvq.tasks.speed import _mean_step, _times, timed_measurement
+    from kvq.tasks.speed import _mean_step, _time_metrics, timed_measurement
 
     def row(subject: str, repeat: int, flush: float) -> dict[str, Any]:
         steps = [0.25] * 63 + [flush]
@@ -299,7 +299,9 @@ def test_the_mean_step_has_the_flush_that_the_median_lacks() -> None:
         return {"subject": subject, "repeat": repeat, "step_seconds_median": middle, "decode_seconds": whole}
 
     rows = [row("method", 0, 8.25), row("method", 1, 24.25), row("dynamic", 0, 0.25), row("dynamic", 1, 0.25)]
-    metrics = _times("decode", "b1_t8", rows, "method", lambda r: r["step_seconds_median"], partial(_mean_step, 64))
+    metrics = _time_metrics(
+        "decode", "b1_t8", rows, "method", lambda r: r["step_seconds_median"], partial(_mean_step, 64)
+    )
     assert metrics == {
         "decode_b1_t8": 0.25,
         "decode_mean_b1_t8": 0.25 + (8 + 24) / 2 / 64,

@@ -103,7 +103,7 @@ def test_what_layers_read_is_what_loops_make_of_all_layers(name: str, packed: in
     assert [layer.key.packed_tokens for layer in cache.kv_layers] == [packed] * LAYERS
     loaded().model(input_ids=ids[:, 70:], past_key_values=cache)
     for place, side in enumerate(("key", "value")):
-        rope = cache.kv_layers[0].key._turns.narrow(0, packed) if side == "key" else None
+        rope = cache.kv_layers[0].key._rotations.narrow(0, packed) if side == "key" else None
 
         def rows(parts: list[Tensor], rope: Any = rope) -> Tensor:
             own = [part[:, :, 4 : 4 + packed] for part in parts]
