@@ -42,7 +42,7 @@ def test_nsnquants_motivating_example(gain):
     x, codewords = torch.tensor([1.0, 2.0]), torch.tensor([[0.8, 1.6], [2.0, 3.0]])
     nearest = codewords[(codewords - x).square().sum(-1).argmin()]
     assert (nearest - x).square().sum() == pytest.approx(0.2)
-    factor = gain_factor(x[None], nearest[None], Gain(gain))
+    factor = gain_factor(x[None], nearest[None], gain)
     assert float(factor) == pytest.approx(1.25)
     torch.testing.assert_close(factor * nearest, x[None])
 
