@@ -15,9 +15,9 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
-from kvq_lab.card import answer_of, choices_of
-from kvq_lab.choose import measure, question_of
-from kvq_lab.choosing import Choosing, Format
+from kvq_lab.card import answer_text, find_choices
+from kvq_lab.choose import parse_question, run_stages
+from kvq_lab.choosing import Chooser, Format
 
 from kvq.results import Record, Store
 
@@ -25,16 +25,16 @@ ROOT = Path(__file__).parents[2]
 OUT = ROOT / "results" / "bench" / "choose_verdicts.json"
 
 
-def run_choose(words: list[str]) -> Choosing:
+def run_choose(words: list[str]) -> Chooser:
     """The race of a command line, measured as far as its minutes go."""
-    choosing = Choosing(question_of(words))
+    choosing = Chooser(parse_question(words))
     print(choosing.plan(), flush=True)
-    measure(choosing, print)
-    print(answer_of(choosing), flush=True)
+    run_stages(choosing, print)
+    print(answer_text(choosing), flush=True)
     return choosing
 
 
-def full_records(choosing: Choosing) -> dict[str, Record]:
+def full_records(choosing: Chooser) -> dict[str, Record]:
     """Records in generation of the raced formats, by format: of those that share a baseline, the largest set."""
     names = {(one.records[0].method, one.records[0].bits): one.name for one in choosing.formats if one.records}
     found: dict[str, dict[str, Record]] = defaultdict(dict)
@@ -48,11 +48,11 @@ def full_records(choosing: Choosing) -> dict[str, Record]:
     return max(found.values(), key=len, default={})
 
 
-def _model(choosing: Choosing) -> str:
+def _model(choosing: Chooser) -> str:
     return str(choosing.model.name)
 
 
-def verdict(choosing: Choosing) -> dict[str, Any]:
+def verdict(choosing: Chooser) -> dict[str, Any]:
     """Choices and drops of a race against the full records."""
     full, formats = full_records(choosing), choosing.formats
     size = {one.name: one.bytes for one in formats}
@@ -62,7 +62,7 @@ def verdict(choosing: Choosing) -> dict[str, Any]:
         return not any(size[other] <= size[name] and loss[other] < loss[name] for other in loss)
 
     dropped = [formats[at].name for at in choosing.state.dropped]
-    chosen = [choice.format.name for choice in choices_of(choosing)]
+    chosen = [choice.format.name for choice in find_choices(choosing)]
     pairs = list(itertools.combinations([one for one in formats if one.losses and one.name in loss], 2))
     same = sum((a.loss < b.loss) == (loss[a.name] < loss[b.name]) for a, b in pairs)
     return {
@@ -82,7 +82,7 @@ def verdict(choosing: Choosing) -> dict[str, Any]:
     }
 
 
-def _choice(choosing: Choosing, name: str) -> dict[str, Any]:
+def _choice(choosing: Chooser, name: str) -> dict[str, Any]:
     one: Format = next(one for one in choosing.formats if one.name == name)
     return {"name": name, "loss": one.loss, "standard_error": one.error, "needles": one.needles_found}
 

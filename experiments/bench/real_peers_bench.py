@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from kvq_engines.formats import Format, opened
+from kvq_engines.formats import Format, open_engine
 from kvq_engines.mlx import Mlx
 from peers_bench import bytes_of, compared, filled, quantized
 from torch import Tensor
@@ -68,7 +68,7 @@ def of_engine(
     given = ["task=engine", f"task.engine.name={name}", f"model={MODEL}", f"task.context={CONTEXT}", *more]
     inputs = Inputs(resolve(compose(given)))
     for label, asked in formats.items():
-        engine = stack.enter_context(opened(inputs, asked))
+        engine = stack.enter_context(open_engine(inputs, asked))
         if isinstance(engine, Mlx):
             engine.fill([(layer.keys, layer.values) for layer in past.layers])
         else:

@@ -33,7 +33,7 @@ from pathlib import Path
 from typing import Any
 
 import pandas as pd
-from kvq_lab.figures import searches
+from kvq_lab.figures import read_searches
 
 from experiments.docs import predictions
 from kvq.report.comparisons import mark_within_noise
@@ -175,7 +175,7 @@ class Findings:
     def _hypervolume(self, model: str, sampler: str, seed: str) -> float:
         ends = [
             one["hypervolume"][-1]
-            for found in searches(self._store).values()
+            for found in read_searches(self._store).values()
             for one in found
             if f"model={model}" in one["fixed"]
             and one["settings"]["sampler"] == sampler

@@ -18,7 +18,7 @@ class SearchSweeper(GroupedSweeper):
 
     def sweep(self, arguments):
         """Ask for trials, launch them and learn from their records."""
-        from kvq_lab.search import Search, Settings, Space, summary
+        from kvq_lab.search import Search, Settings, Space, summary_lines
 
         given = [*(f"{name}={value}" for name, value in self.params.items()), *arguments]
         space = Space.of(OverridesParser.create().parse_overrides(given))
@@ -32,7 +32,7 @@ class SearchSweeper(GroupedSweeper):
             return []
         self.save()
         verdicts = search.run()
-        for line in summary(search, verdicts):
+        for line in summary_lines(search, verdicts):
             print(line)
         return self.returns
 

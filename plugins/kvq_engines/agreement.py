@@ -40,12 +40,12 @@ from kvq.results.statistics import delta_nll_of_samples
 from kvq.tasks.ppl import Writer
 from kvq.tasks.scoring import log_probabilities, parallel_method, score, without_codecs
 from kvq.tasks.windows import PplResult, Window, divergence
-from kvq_engines.formats import format_for, opened
+from kvq_engines.formats import format_for, open_engine
 from kvq_engines.llamacpp import LlamaCpp
 from kvq_engines.mlx import Mlx
 
 
-def scored(engine: LlamaCpp | Mlx, window: Window) -> Float[Tensor, "targets vocab"]:
+def engine_log_probs(engine: LlamaCpp | Mlx, window: Window) -> Float[Tensor, "targets vocab"]:
     """The engine's log-probabilities of a window's targets."""
     parts, start = [], 0
     for logits in engine.logits(window.tokens[:-1]):
@@ -61,14 +61,14 @@ States = tuple[Float[Tensor, "heads tokens dim"], Float[Tensor, "heads tokens di
 """Keys and values of a layer."""
 
 
-def unstaged(codec: Codec, y: Float[Tensor, "*lead tokens dim"]) -> Float[Tensor, "*lead tokens dim"]:
-    """Undo the stages of a codec, which only reorder or rotate channels."""
+def undo_stages(codec: Codec, y: Float[Tensor, "*lead tokens dim"]) -> Float[Tensor, "*lead tokens dim"]:
+    """Undo the stages of a codec, last first; they only reorder or rotate channels."""
     for _, stage in reversed(codec.stages):
         y = stage.inverse(y, {})
     return y
 
 
-class _Changed(HookedFunctions):
+class _EngineInterface(HookedFunctions):
     """Attention functions that read other queries, keys and values than they are given."""
 
     def __init__(self, functions: Any, key: Codec | None, stored: Sequence[States] | None) -> None:
@@ -76,6 +76,7 @@ class _Changed(HookedFunctions):
         self._key, self._stored = None if key is None else key.rebuilt(key.stages, Q8_0), stored
 
     def get_interface(self, name: str, default: Callable[..., Any]) -> Callable[..., Any]:
+        """The attention function `name`, called with replaced keys and values and with queries rounded to 8 bits."""
         found = self._functions.get_interface(name, default)
 
         def attend(module: Any, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -102,7 +103,7 @@ def engine_attention(model: nn.Module, key: Codec | None, stored: Sequence[State
     """
     source = sys.modules[type(attentions(model)[0]).__module__]
     undo = hook_attention_functions(attentions(model)[0], lambda *_: None)
-    setattr(source, INTERFACE, _Changed(getattr(source, INTERFACE)._functions, key, stored))
+    setattr(source, INTERFACE, _EngineInterface(getattr(source, INTERFACE)._functions, key, stored))
     try:
         yield
     finally:
@@ -160,6 +161,7 @@ class Agreement:
 
 
 def _mean(parts: list[Tensor]) -> float:
+    """Mean over the tokens of all windows."""
     return float(torch.cat(parts).double().mean())
 
 
@@ -170,7 +172,7 @@ def _correlation(first: list[Tensor], second: list[Tensor]) -> float:
     return float(torch.nan_to_num(found))
 
 
-def compare(
+def add_window(
     into: Agreement,
     loaded: LoadedModel,
     method: Method,
@@ -188,32 +190,32 @@ def compare(
         rounds: the engine multiplies quantized keys by queries in 8 bits.
         stored: its keys and values of each layer, after the stages of their codecs; None: a side is not quantized.
     """
-    preset = in_torch(loaded, method, window)
+    preset = torch_log_probs(loaded, method, window)
     nll = -preset.gather(1, window.tokens[window.scored_from :, None]).double().sum()
     into.rows.append({"window": len(into.rows), "tokens": window.targets, "nll": float(nll)})
     into.add("between", engine, preset)
     if full is None:
         return
     whole = without_codecs(method)
-    reference = in_torch(loaded, whole, window)
+    reference = torch_log_probs(loaded, whole, window)
     into.add("engine", full, engine)
     into.add("preset", reference, preset)
     with rounding_error(loaded.model):
-        into.add("itself", preset, in_torch(loaded, method, window))
+        into.add("itself", preset, torch_log_probs(loaded, method, window))
     own = method.for_model(loaded.text_config)
     key = own.key if rounds else None
     if key is not None:
         with engine_attention(loaded.model, key):
-            rounded = in_torch(loaded, method, window)
+            rounded = torch_log_probs(loaded, method, window)
         into.add("rounded", engine, rounded)
         into.add("rounded_preset", reference, rounded)
     if stored is not None and own.key is not None and own.value is not None:
-        states = [(unstaged(own.key, keys), unstaged(own.value, values)) for keys, values in stored]
+        states = [(undo_stages(own.key, keys), undo_stages(own.value, values)) for keys, values in stored]
         with engine_attention(loaded.model, key, states):
-            into.add("stored", engine, in_torch(loaded, whole, window))
+            into.add("stored", engine, torch_log_probs(loaded, whole, window))
 
 
-def in_torch(loaded: LoadedModel, method: Method, window: Window) -> Float[Tensor, "targets vocab"]:
+def torch_log_probs(loaded: LoadedModel, method: Method, window: Window) -> Float[Tensor, "targets vocab"]:
     """PyTorch's log-probabilities of a window's targets, all tokens quantized at once from the model's own dtype."""
     own = replace(loaded, cache_dtype=None) if method.key or method.value else loaded
     cache = KVCache(own, parallel_method(method))
@@ -240,19 +242,19 @@ def run_engine(
     found = format_for(inputs, method)
     full = format_for(inputs, without_codecs(method))
     with contextlib.ExitStack() as stack:
-        engine = stack.enter_context(opened(inputs, found))
+        engine = stack.enter_context(open_engine(inputs, found))
         if engine.vocab != config.vocab_size:
             given = f"task.engine.file={task.engine.file}: {engine.vocab} tokens"
             raise DataError(f"{given}; model={inputs.config.model.name} has {config.vocab_size}")
-        reference = None if method.is_full_precision else stack.enter_context(opened(inputs, full))
+        reference = None if method.is_full_precision else stack.enter_context(open_engine(inputs, full))
         rounds = isinstance(engine, LlamaCpp)
         for index, window in enumerate(tqdm(windows, desc=method.label, unit="window", leave=False, disable=None)):
-            own = scored(engine, window)
-            expected = None if reference is None else scored(reference, window)
+            own = engine_log_probs(engine, window)
+            expected = None if reference is None else engine_log_probs(reference, window)
             against = None if expected is None else expected[None]
             result.add([index], window.tokens[None, window.scored_from :], own[None], against)
             result.settle([index])
-            result.storage = result.storage or stored(engine, window)
+            result.storage = result.storage or storage_of_engine(engine, window)
             if not math.isfinite(result.scores[index].nll):
                 raise DataError(f"window {index}: the engine's log-probabilities are not finite")
             if writer is not None:
@@ -261,11 +263,11 @@ def run_engine(
                 whole = None in (method.key, method.value)
                 shape = config.num_hidden_layers, config.num_key_value_heads, head_dims_of(config)[0]
                 cached = None if whole else engine.cached(*shape)
-                compare(agreement, loaded, method, window, own, expected, rounds, cached)
+                add_window(agreement, loaded, method, window, own, expected, rounds, cached)
         return agreement, engine.build
 
 
-def stored(engine: LlamaCpp | Mlx, window: Window) -> dict[str, float]:
+def storage_of_engine(engine: LlamaCpp | Mlx, window: Window) -> dict[str, float]:
     """What the engine's cache holds after a window: bits of keys, of values, of both, and bytes of the sequence."""
     key, value = engine.side_bits("key"), engine.side_bits("value")
     mean = (key + value) / 2

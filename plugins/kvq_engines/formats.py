@@ -117,10 +117,11 @@ def format_of(method: Method, engine: EngineName, full: str) -> Format:
             raise Unsupported(
                 f"task.engine={engine}: quantizes each token as it comes; residual.{side}: sliding, size 0"
             )
-    return _mlx(method, codecs) if engine is EngineName.mlx else _llamacpp(method, codecs, _DTYPES[full])
+    return _mlx_format(method, codecs) if engine is EngineName.mlx else _llamacpp_format(method, codecs, _DTYPES[full])
 
 
-def _llamacpp(method: Method, codecs: list[tuple[str, Codec]], full: str) -> Format:
+def _llamacpp_format(method: Method, codecs: list[tuple[str, Codec]], full: str) -> Format:
+    """ggml's types that the codecs are presets of; `full`: the type of a side without a codec."""
     types = {"key": full, "value": full}
     rotations = set()
     for side, codec in codecs:
@@ -146,7 +147,8 @@ def _presets() -> dict[str, Mapping[str, Any]]:
     return {name: build_method(f"engine/llamacpp_{name}", head_dim=64).settings for name in LLAMACPP_TYPES}
 
 
-def _mlx(method: Method, codecs: list[tuple[str, Codec]]) -> Format:
+def _mlx_format(method: Method, codecs: list[tuple[str, Codec]]) -> Format:
+    """MLX's bits and group size that the codecs of both sides are presets of."""
     if not codecs:
         return Format((None, 64))
     sides = [method.settings[side] for side, _ in codecs]
@@ -159,7 +161,7 @@ def _mlx(method: Method, codecs: list[tuple[str, Codec]]) -> Format:
 
 
 @contextlib.contextmanager
-def opened(inputs: Inputs, found: Format) -> Iterator[LlamaCpp | Mlx]:
+def open_engine(inputs: Inputs, found: Format) -> Iterator[LlamaCpp | Mlx]:
     """The engine of a run with the model in it; a GGUF file that was written of the weights is deleted afterwards."""
     task = inputs.config.task
     settings: EngineConfig = task.engine

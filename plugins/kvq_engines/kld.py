@@ -79,17 +79,17 @@ class LogitsFile:
         return found
 
     @property
-    def first(self) -> int:
+    def first_position(self) -> int:
         """The first position whose successor is scored."""
         return self.context // 2
 
     @property
     def rows(self) -> int:
         """Scored positions of a chunk."""
-        return self.context - 1 - self.first
+        return self.context - 1 - self.first_position
 
     def offset(self, chunk: int) -> int:
-        """Byte at which the rows of a chunk begin."""
+        """Position in the file, in bytes, at which the rows of a chunk begin."""
         return 20 + 4 * self.chunks * self.context + chunk * self.rows * 2 * row_words(self.vocab)
 
     def tokens(self) -> Int[np.ndarray, "chunks context"]:
@@ -106,17 +106,17 @@ class LogitsFile:
             stream.seek(self.offset(index))
             for start in range(0, self.rows, _ROWS):
                 count = min(_ROWS, self.rows - start)
-                yield decoded(np.fromfile(stream, np.uint16, count * words).reshape(count, words), self.vocab)
+                yield decode_rows(np.fromfile(stream, np.uint16, count * words).reshape(count, words), self.vocab)
 
 
-def decoded(rows: Int[np.ndarray, "rows words"], vocab: int) -> Float[Tensor, "rows vocab"]:
-    """Log-probabilities of stored rows."""
+def decode_rows(rows: Int[np.ndarray, "rows words"], vocab: int) -> Float[Tensor, "rows vocab"]:
+    """The log-probabilities, in nats, that rows of a file hold."""
     numbers = np.ascontiguousarray(rows[:, :4]).view(np.float32)
     return torch.from_numpy(numbers[:, :1] * rows[:, 4 : 4 + vocab].astype(np.float32) + numbers[:, 1:])
 
 
-def encoded(log_probs: Float[Tensor, "rows vocab"]) -> Int[np.ndarray, "rows words"]:
-    """Rows as llama.cpp stores them; its logits are these log-probabilities up to a constant."""
+def encode_rows(log_probs: Float[Tensor, "rows vocab"]) -> Int[np.ndarray, "rows words"]:
+    """Log-probabilities (nats) as the rows that llama.cpp would store; its logits are these up to a constant."""
     given = log_probs.float().numpy()
     top = given.max(1, keepdims=True)
     low = np.maximum(given.min(1, keepdims=True), top - np.float32(CLIP))
@@ -153,12 +153,12 @@ class LogitsWriter:
     def write(self, window: int, target: int, log_probs: Float[Tensor, "targets vocab"]) -> None:
         """Store those of a window's targets from position `target` on that the format has rows for."""
         position = target - 1
-        skipped = max(self.file.first - position, 0)
+        skipped = max(self.file.first_position - position, 0)
         rows = log_probs[skipped:]
         if rows.shape[0]:
-            row = position + skipped - self.file.first
+            row = position + skipped - self.file.first_position
             self._stream.seek(self.file.offset(window) + row * 2 * row_words(self.file.vocab))
-            self._stream.write(encoded(rows.cpu()).tobytes())
+            self._stream.write(encode_rows(rows.cpu()).tobytes())
 
     def close(self) -> None:
         """Put the file in its place."""
@@ -166,8 +166,8 @@ class LogitsWriter:
         self._partial.replace(self.file.path)
 
 
-def compared(base: LogitsFile, other: LogitsFile) -> tuple[dict[str, float], list[dict[str, Any]]]:
-    """Metrics and a sample for each chunk, as a record of `task=ppl` has them, of `other` against `base`.
+def compare_files(base: LogitsFile, other: LogitsFile) -> tuple[dict[str, float], list[dict[str, Any]]]:
+    """Compare `other` with `base`: metrics, and a sample for each chunk, as in a record of `task=ppl`.
 
     Raises:
         DataError: files of other texts, or not finite numbers.
@@ -184,8 +184,8 @@ def compared(base: LogitsFile, other: LogitsFile) -> tuple[dict[str, float], lis
     baseline: list[dict[str, Any]] = []
     parts: list[Tensor] = []
     for index in tqdm(range(base.chunks), desc="chunks", leave=False, disable=None):
-        targets = torch.from_numpy(tokens[index, base.first + 1 :].astype(np.int64))
-        sums, kl = _of_chunk(base.chunk(index), other.chunk(index), targets)
+        targets = torch.from_numpy(tokens[index, base.first_position + 1 :].astype(np.int64))
+        sums, kl = _compare_chunk(base.chunk(index), other.chunk(index), targets)
         if not (torch.isfinite(kl).all() and all(map(math.isfinite, sums))):
             raise DataError(f"{other.path}: chunk {index}: numbers that are not finite")
         parts.append(kl)
@@ -204,7 +204,7 @@ def compared(base: LogitsFile, other: LogitsFile) -> tuple[dict[str, float], lis
     return out | {"scored_tokens": float(count), "windows": float(base.chunks)}, samples
 
 
-def _of_chunk(
+def _compare_chunk(
     base: Iterator[Tensor], other: Iterator[Tensor], targets: Int[Tensor, " rows"]
 ) -> tuple[tuple[float, float, float], Float[Tensor, " rows"]]:
     """Losses of both files and equal best tokens, summed, and the KL divergence of each row."""
@@ -226,10 +226,10 @@ def record_of(
     """The record of a comparison: its key is that of both files' contents.
 
     Raises:
-        DataError: as `compared`.
+        DataError: as `compare_files`.
     """
     started = utc_now()
-    metrics, samples = compared(base, other)
+    metrics, samples = compare_files(base, other)
     config = {
         "task": {"name": "kld", "context": base.context, "windows": base.chunks, "clip": CLIP},
         "model": {"fingerprint": file_hash(base.path)},

@@ -187,31 +187,31 @@ class LlamaCpp(contextlib.AbstractContextManager["LlamaCpp"]):
         self._context = self._model = self._ffi.NULL
         self._tokens = 0
         try:
-            with _quiet(self._ffi, self._lib) as said:
-                self._load(file, context, said)
-                self._begin(context, rotated, flash_attention, threads, said)
+            with _collect_messages(self._ffi, self._lib) as messages:
+                self._load_model(file, context, messages)
+                self._create_context(context, rotated, flash_attention, threads, messages)
         except BaseException:
             self.close()
             raise
         self.vocab = int(self._lib.llama_vocab_n_tokens(self._lib.llama_model_get_vocab(self._model)))
         self._memory = self._lib.llama_get_memory(self._context)
 
-    def _load(self, file: Path, context: int, said: list[str]) -> None:
+    def _load_model(self, file: Path, context: int, messages: list[str]) -> None:
         params = self._lib.llama_model_default_params()
         params.n_gpu_layers = 0
         params.use_extra_bufts = False  # repacked weights, whose products are rounded otherwise
         self._model = self._lib.llama_model_load_from_file(os.fsencode(file), params)
         if not self._model:
-            raise Unsupported(f"task.engine=llamacpp: {file.name} cannot be loaded: {_reason(said)}")
+            raise Unsupported(f"task.engine=llamacpp: {file.name} cannot be loaded: {_reason(messages)}")
         longest = self._lib.llama_model_n_ctx_train(self._model)
         if context > longest:
             raise DataError(f"task.context={context}: {file.name} takes at most {longest} tokens")
 
-    def _begin(self, context: int, rotated: bool, flash_attention: bool, threads: int, said: list[str]) -> None:
+    def _create_context(self, context: int, rotated: bool, fused: bool, threads: int, messages: list[str]) -> None:
         asked = self._lib.llama_context_default_params()
         asked.n_ctx, asked.n_batch, asked.n_ubatch = -(-context // 256) * 256, _BATCH, _BATCH
         asked.n_threads = asked.n_threads_batch = threads
-        asked.flash_attn_type, asked.offload_kqv = int(flash_attention), False
+        asked.flash_attn_type, asked.offload_kqv = int(fused), False
         asked.type_k, asked.type_v = self._types["key"], self._types["value"]
         with patch.dict(os.environ):  # which the engine reads when it makes a cache
             os.environ.pop(_UNROTATED, None)
@@ -220,7 +220,7 @@ class LlamaCpp(contextlib.AbstractContextManager["LlamaCpp"]):
             self._context = self._lib.llama_init_from_model(self._model, asked)
         if not self._context:
             key, value = self._names
-            raise Unsupported(f"task.engine=llamacpp: keys {key}, values {value}: {_reason(said)}")
+            raise Unsupported(f"task.engine=llamacpp: keys {key}, values {value}: {_reason(messages)}")
 
     @property
     def build(self) -> str:
@@ -308,30 +308,30 @@ class LlamaCpp(contextlib.AbstractContextManager["LlamaCpp"]):
 
 
 @contextlib.contextmanager
-def _quiet(ffi: Any, lib: Any) -> Iterator[list[str]]:
-    """The engine's messages, which go nowhere afterwards."""
-    said: list[str] = []
+def _collect_messages(ffi: Any, lib: Any) -> Iterator[list[str]]:
+    """Collect the engine's messages in a list within the context; later ones are dropped."""
+    messages: list[str] = []
 
     @ffi.callback("void(int, const char *, void *)")
     def keep(_: int, text: Any, __: Any) -> None:
-        said.append(ffi.string(text).decode(errors="replace").strip())
+        messages.append(ffi.string(text).decode(errors="replace").strip())
 
     lib.llama_log_set(keep, ffi.NULL)
     try:
-        yield said
+        yield messages
     finally:
-        lib.llama_log_set(_silent(ffi), ffi.NULL)
+        lib.llama_log_set(_silent_callback(ffi), ffi.NULL)
 
 
 @functools.cache
-def _silent(ffi: Any) -> Any:
+def _silent_callback(ffi: Any) -> Any:
     return ffi.callback("void(int, const char *, void *)", lambda *_: None)
 
 
-def _reason(said: Sequence[str]) -> str:
+def _reason(messages: Sequence[str]) -> str:
     """What the engine says of a failure, in a line: its first message of an error, else its last one."""
-    errors = [line for line in said if re.search(r"error|failed|requires|unsupported|invalid", line, re.IGNORECASE)]
-    return (" ".join((errors or list(said)[-1:] or ["no reason is given"])[0].split()))[:200]
+    errors = [line for line in messages if re.search(r"error|failed|requires|unsupported|invalid", line, re.IGNORECASE)]
+    return (" ".join((errors or list(messages)[-1:] or ["no reason is given"])[0].split()))[:200]
 
 
 ARCHITECTURES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
@@ -384,7 +384,7 @@ def write_gguf(model: Any, file: Path, dtype: torch.dtype = torch.float32) -> No
             if stored_as is None:
                 raise Unsupported(f"task.engine: GGUF has no name for the weight {given}")
             if interleaved_in_gguf(config) and ("attn_q." in stored_as or "attn_k." in stored_as):
-                weight = _interleaved(weight, head_dim)
+                weight = _interleave_halves(weight, head_dim)
             stored = weight.detach().to("cpu", dtype if weight.ndim > 1 else torch.float32)
             writer.add_tensor(stored_as, np.ascontiguousarray(stored.numpy()))
     writer.write_header_to_file()
@@ -393,7 +393,7 @@ def write_gguf(model: Any, file: Path, dtype: torch.dtype = torch.float32) -> No
     writer.close()
 
 
-def _interleaved(weight: Float[Tensor, "*rows"], head_dim: int) -> Float[Tensor, "*rows"]:
+def _interleave_halves(weight: Float[Tensor, "*rows"], head_dim: int) -> Float[Tensor, "*rows"]:
     """Rows of queries or keys with the two halves of each head's channels interleaved, as llama.cpp's RoPE wants."""
     halves = weight.reshape(-1, 2, head_dim // 2, *weight.shape[1:])
     return halves.transpose(1, 2).reshape(weight.shape)

@@ -73,7 +73,7 @@ class Mlx(contextlib.AbstractContextManager["Mlx"]):
         Raises:
             Unsupported: bits and groups that its cache cannot hold.
         """
-        self._caches = self._empty()
+        self._caches = self._empty_caches()
         yield from self.read(tokens)
 
     def fill(self, states: Sequence[tuple[Tensor, Tensor]]) -> None:
@@ -82,13 +82,14 @@ class Mlx(contextlib.AbstractContextManager["Mlx"]):
         Raises:
             Unsupported: as `logits`.
         """
-        self._caches = self._empty()
+        self._caches = self._empty_caches()
         with self._refusals():
             for cache, pair in zip(self._caches, states, strict=True):
                 cache.update_and_fetch(*(self._mx.array(side.float().numpy()) for side in pair))
-            self._mx.eval([part for cache in self._caches for stored in _sides(cache) for part in _parts(stored)])
+            self._mx.eval([part for cache in self._caches for stored in _sides(cache) for part in _arrays(stored)])
 
-    def _empty(self) -> list[Any]:
+    def _empty_caches(self) -> list[Any]:
+        """An empty cache for each layer, quantized if `bits` are given."""
         from mlx_lm.models.cache import QuantizedKVCache
 
         caches = self._make(self._model)
@@ -96,6 +97,7 @@ class Mlx(contextlib.AbstractContextManager["Mlx"]):
 
     @contextlib.contextmanager
     def _refusals(self) -> Iterator[None]:
+        """Raise MLX's `ValueError` within the context as `Unsupported`, with the bits and groups that it refuses."""
         try:
             yield
         except ValueError as error:
@@ -124,13 +126,13 @@ class Mlx(contextlib.AbstractContextManager["Mlx"]):
     @property
     def state_bytes(self) -> int:
         """Bytes of the cached keys and values of the tokens read, without what is allocated ahead."""
-        return sum(_size(stored) for cache in self._caches for stored in _sides(cache))
+        return sum(_stored_bytes(stored) for cache in self._caches for stored in _sides(cache))
 
     def side_bits(self, side: str) -> float:
         """Bits of an element of `key` or `value`, scales included, as they lie in the cache."""
         at = ("key", "value").index(side)
         stored = [_sides(cache)[at] for cache in self._caches]
-        return 8 * sum(map(_size, stored)) / sum(_elements(part, self._bits) for part in stored)
+        return 8 * sum(map(_stored_bytes, stored)) / sum(_element_count(part, self._bits) for part in stored)
 
     def close(self) -> None:
         """Free the caches."""
@@ -158,14 +160,17 @@ def _sides(cache: Any) -> tuple[Any, Any]:
     return cache.keys[..., : cache.offset, :], cache.values[..., : cache.offset, :]
 
 
-def _parts(stored: Any) -> tuple[Any, ...]:
+def _arrays(stored: Any) -> tuple[Any, ...]:
+    """The arrays of keys or values of a layer: codes, scales and offsets, or one array in full precision."""
     return tuple(stored) if isinstance(stored, (tuple, list)) else (stored,)
 
 
-def _size(stored: Any) -> int:
-    return sum(int(part.nbytes) for part in _parts(stored))
+def _stored_bytes(stored: Any) -> int:
+    """Bytes of keys or values of a layer as they lie in the cache, scales and offsets included."""
+    return sum(int(part.nbytes) for part in _arrays(stored))
 
 
-def _elements(stored: Any, bits: int | None) -> int:
-    codes = int(_parts(stored)[0].size)
+def _element_count(stored: Any, bits: int | None) -> int:
+    """Number of keys' or values' elements that are stored; codes are packed into words of 32 bits."""
+    codes = int(_arrays(stored)[0].size)
     return codes if bits is None else codes * 32 // bits

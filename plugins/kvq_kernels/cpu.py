@@ -47,13 +47,13 @@ from kvq_kernels.cpu_stored import (
     KeyShifts,
     NormsAndShifts,
     Stored,
+    list_stored,
     mix_shifts,
     norms_and_shifts,
     ones_for,
-    stored_of,
 )
 from kvq_kernels.cpu_tables import MOST_BITS, book_loops, level_loops, number_loops
-from kvq_kernels.cpu_vectors import weights_of
+from kvq_kernels.cpu_vectors import softmax_weights
 
 SEGMENTS = 64
 """Largest number of segments per side; blocks whose bytes and groups are not contiguous are one each."""
@@ -114,21 +114,21 @@ def attend(
         scores, own = _scratch((place.count, group, tokens)), key_side.norms_and_shifts(place)
         key_side.scores(rotated, plain, place, own.norms, scores)
         shifts.add(place, own, scores)
-        totals[place.index] = weights_of(scores.reshape(-1, tokens), first).reshape(-1, group)
+        totals[place.index] = softmax_weights(scores.reshape(-1, tokens), first).reshape(-1, group)
         own = value_side.norms_and_shifts(place)
         value_side.mix(scores, place, own.norms, mixed, unpacked)
         mix_shifts(value_side.stored, place, own, scores, shifted)
 
     together = max(1, min(-(-batch * heads // torch.get_num_threads()), heads, SCRATCH // (group * tokens)))
     starts = itertools.product(range(batch), range(0, heads, together))
-    _each(some_heads, [Heads(b, h, min(together, heads - h)) for b, h in starts])
+    _run_in_threads(some_heads, [Heads(b, h, min(together, heads - h)) for b, h in starts])
     out = value_side.chain.rotate_back(torch.from_numpy(mixed), list(map(torch.from_numpy, shifted)))
     out = (out + torch.from_numpy(unpacked)) / torch.from_numpy(totals)[..., None]
     return out.reshape(batch, query.shape[1], 1, out_dim).to(query.dtype)
 
 
-def _each(work: Callable[[Heads], None], places: list[Heads]) -> None:
-    """Do all places, this thread and those of the pool each taking the next one when it is free."""
+def _run_in_threads(work: Callable[[Heads], None], places: list[Heads]) -> None:
+    """Call `work` for all places; this thread and those of the pool each take the next place when they are free."""
     left = iter(places)
 
     def take() -> None:
@@ -178,14 +178,14 @@ class _Side:
 
     @staticmethod
     def of(states: PackedStates) -> _Side:
-        reason = unfit(states)
+        reason = unfit_reason(states)
         if reason is not None:
             raise Unsupported(f"cache.attention=packed: {reason}")
         assert states.codec is not None
         quantizer, chain, dim = states.codec.quantizer, linear_chain_of(states.codec), states.shape[2]
         loops, tables = _loops(quantizer, dim)
         segments = list(_segments(states, quantizer))
-        return _Side(chain, stored_of(states), segments, loops, tables, dim, _full(states))
+        return _Side(chain, list_stored(states), segments, loops, tables, dim, _full_segment(states))
 
     def norms_and_shifts(self, heads: Heads) -> NormsAndShifts:
         """Norms and shifts of some heads."""
@@ -212,7 +212,8 @@ class _Side:
 _NO_TABLES = (np.zeros((1, 1), np.float32),) * 3
 
 
-def _full(states: PackedStates) -> tuple[Segment, tuple[Callable[..., Any], Callable[..., Any]]] | None:
+def _full_segment(states: PackedStates) -> tuple[Segment, tuple[Callable[..., Any], Callable[..., Any]]] | None:
+    """The tokens in full precision as one segment, with its loops of scores and of sums; None: there are none."""
     if states.full is None:
         return None
     half = states.full.dtype is torch.bfloat16
@@ -253,13 +254,13 @@ def _grid(quantizer: Quantizer, dim: int) -> tuple[Grid, bool]:
     return Grid(dim, channels, plane_widths(quantizer.bits), low, top), quantizer.axis == "per_channel"
 
 
-def unfit(states: PackedStates) -> str | None:
+def unfit_reason(states: PackedStates) -> str | None:
     """The reason why these loops cannot read a side; None: they can."""
     if states.codec is None or not states.packed:
         return "nothing is packed"
     linear_chain_of(states.codec)
     quantizer = states.codec.quantizer
-    if (reason := _unread(quantizer)) is not None:
+    if (reason := _unread_reason(quantizer)) is not None:
         return reason
     runs = [run for packed in states.packed for run in packed.runs]
     if sum(1 if continues(run, quantizer) else run.count for run in runs) > SEGMENTS:
@@ -273,7 +274,7 @@ def unfit(states: PackedStates) -> str | None:
     return None
 
 
-def _unread(quantizer: Quantizer) -> str | None:
+def _unread_reason(quantizer: Quantizer) -> str | None:
     """The reason why no loop reads these codes; None: one does."""
     name = type(quantizer).__name__
     if isinstance(quantizer, LloydMaxQuantizer):
@@ -288,6 +289,7 @@ def _unread(quantizer: Quantizer) -> str | None:
 
 
 def _segments(states: PackedStates, quantizer: Quantizer) -> Iterator[Segment]:
+    """The segments of the packed prefix: each run of blocks, or each block where bytes are not contiguous."""
     for start, run, parts in states.runs():
         piece = run if continues(run, quantizer) else dataclasses.replace(run, count=1)
         along = run.tokens if is_per_channel(quantizer) else states.shape[2]

@@ -17,7 +17,7 @@ import numba
 import numpy as np
 
 from kvq_kernels import cpu_vectors
-from kvq_kernels.cpu_vectors import OPTIONS, TILE, plane_of
+from kvq_kernels.cpu_vectors import OPTIONS, TILE, head_plane
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Loops:
 
 
 @no_type_check
-def by_rows(make):
+def loop_over_rows(make):
     """A step's loop over any number of rows (its first and last arguments), four, two or one at a time."""
     four, two, one = (make(rows) for rows in (4, 2, 1))
 
@@ -69,14 +69,14 @@ def by_rows(make):
 
 
 @no_type_check
-def _planes(grid, span):
+def _plane_loops(grid, span):
     """Products and weighted sums over all planes of some tokens, for `span` channels from one on.
 
     `found`, `raw` and `ready` are buffers `[rows, TILE]`. Weights past `count` are zero.
     """
     number, last = len(grid.widths), len(grid.widths) - 1
     indices = [min(index, last) for index in range(3)]
-    made = [_plane(grid, index, span) for index in indices]
+    made = [_one_plane_loops(grid, index, span) for index in indices]
     (dots0, sums0, weigh0), (dots1, sums1, weigh1), (dots2, sums2, weigh2) = made
     f0, f1, f2 = (cpu_vectors.factors(grid.widths, index, TILE) for index in indices)
 
@@ -120,10 +120,10 @@ def _planes(grid, span):
 
 
 @no_type_check
-def _plane(grid, index, span):
+def _one_plane_loops(grid, index, span):
     """One plane's products and sums, and what multiplies weights by the factors of its masked codes."""
     width = grid.widths[index]
-    dots, sums = (by_rows(functools.partial(make, width, span)) for make in (cpu_vectors.dots, cpu_vectors.sums))
+    dots, sums = (loop_over_rows(functools.partial(make, width, span)) for make in (cpu_vectors.dots, cpu_vectors.sums))
     factors = cpu_vectors.factors(grid.widths, index, TILE)
 
     @numba.njit(**OPTIONS)
@@ -160,12 +160,12 @@ def statistics_loop(low: str, top: int, groups: int):
 def loops_for(grid: Grid) -> Loops:
     """Compile (each at its first call) the loops of one grid."""
     made = (make(grid) for make in (_channel_scores, _channel_mix, _token_scores, _token_mix))
-    return Loops(*map(_over_heads, made))
+    return Loops(*map(_loop_over_heads, made))
 
 
 @no_type_check
-def _over_heads(loop):
-    """A loop over the heads of `rows` and `out`; `planes`, `scale` and `low` are flat, `places` as `plane_of` has them.
+def _loop_over_heads(loop):
+    """A loop over the heads of `rows` and `out`; `planes`, `scale`, `low` are flat, `places` as `head_plane` has them.
 
     `norms` are those of each head, or of all. `places[3, 0]` and `places[4, 0]`: scales and lows from head to head.
     """
@@ -173,7 +173,7 @@ def _over_heads(loop):
     @numba.njit(**OPTIONS)
     def all_heads(rows, planes, places, scale, low, size, norms, start, tokens, out):
         for h in range(rows.shape[0]):
-            own = (plane_of(planes, places, 0, h), plane_of(planes, places, 1, h), plane_of(planes, places, 2, h))
+            own = (head_plane(planes, places, 0, h), head_plane(planes, places, 1, h), head_plane(planes, places, 2, h))
             own_scale, own_low = scale[h * places[3, 0] :], low[h * places[4, 0] :]
             loop(rows[h], own, own_scale, own_low, size, norms[min(h, len(norms) - 1)], start, tokens, out[h])
 
@@ -183,7 +183,7 @@ def _over_heads(loop):
 @no_type_check
 def _channel_scores(grid):
     """Scores of a segment whose groups are `size` tokens of one channel."""
-    dim, read, (products, _) = grid.dim, statistics_loop(grid.low, grid.top, 1), _planes(grid, grid.dim)
+    dim, read, (products, _) = grid.dim, statistics_loop(grid.low, grid.top, 1), _plane_loops(grid, grid.dim)
 
     @numba.njit(**OPTIONS)
     def scores(query, planes, scale, low, size, norms, start, tokens, out):
@@ -215,8 +215,8 @@ def _channel_scores(grid):
 
 @no_type_check
 def _channel_mix(grid):
-    """Weighted sums of such a segment, added to `out`."""
-    dim, read, (_, mixed) = grid.dim, statistics_loop(grid.low, grid.top, 1), _planes(grid, grid.dim)
+    """Weighted sums of a segment whose groups are `size` tokens of one channel, added to `out`."""
+    dim, read, (_, mixed) = grid.dim, statistics_loop(grid.low, grid.top, 1), _plane_loops(grid, grid.dim)
 
     @numba.njit(**OPTIONS)
     def mix(weights, planes, scale, low, size, norms, start, tokens, out):
@@ -252,7 +252,7 @@ def _channel_mix(grid):
 def _token_scores(grid):
     """Scores of a segment whose groups are `grid.channels` channels of one token."""
     dim, span, groups = grid.dim, grid.channels, grid.dim // grid.channels
-    read, (products, _) = statistics_loop(grid.low, grid.top, groups), _planes(grid, span)
+    read, (products, _) = statistics_loop(grid.low, grid.top, groups), _plane_loops(grid, span)
 
     @numba.njit(**OPTIONS)
     def scores(query, planes, scale, low, size, norms, start, tokens, out):
@@ -281,9 +281,9 @@ def _token_scores(grid):
 
 @no_type_check
 def _token_mix(grid):
-    """Weighted sums of such a segment, added to `out`; the steps of a token are folded into its weights."""
+    """Weighted sums of a segment with `grid.channels` channels of a token to a group; its weights take the steps."""
     span, groups = grid.channels, grid.dim // grid.channels
-    read, (_, mixed) = statistics_loop(grid.low, grid.top, groups), _planes(grid, span)
+    read, (_, mixed) = statistics_loop(grid.low, grid.top, groups), _plane_loops(grid, span)
 
     @numba.njit(**OPTIONS)
     def mix(weights, planes, scale, low, size, norms, start, tokens, out):

@@ -22,8 +22,8 @@ from torch import Tensor
 from kvq.codecs import DoubleQuant, plane_widths
 from kvq.codecs.packed import BlockRun
 from kvq.kernels.linear_chain import LinearChain, PackedStates
-from kvq_kernels.cpu_loops import by_rows, statistics_loop
-from kvq_kernels.cpu_tables import Kind, Numbers, dots_of
+from kvq_kernels.cpu_loops import loop_over_rows, statistics_loop
+from kvq_kernels.cpu_tables import Kind, Numbers, dots_step
 from kvq_kernels.cpu_vectors import OPTIONS, TILE, lanes_of
 
 
@@ -37,7 +37,7 @@ class Heads:
 
     @property
     def index(self) -> tuple[int, slice]:
-        """Of an array `[batch, heads, ...]`."""
+        """The index of these heads in an array `[batch, heads, ...]`."""
         return self.batch, slice(self.first, self.first + self.count)
 
 
@@ -72,7 +72,7 @@ class Flat:
         """The numbers from those of the first of `heads` on."""
         return self.numbers[heads.batch * self.batch + heads.first * self.place[0] :]
 
-    def own(self, heads: Heads) -> Tensor:
+    def of_heads(self, heads: Heads) -> Tensor:
         """The part of `heads`, `[heads or 1, rows, columns]`."""
         return self.part[heads.index] if self.place[0] else self.part[heads.batch]
 
@@ -96,8 +96,8 @@ class Stored:
         if quantized is None:
             return _numbers(self.parts[name], heads).reshape(-1, self.run.count, length)
         parts = {key.removeprefix(f"{name}."): part for key, part in self.parts.items() if key.startswith(f"{name}.")}
-        if not _is_compiled(quantized, tokens, length):
-            own = {key: part.own(heads).unflatten(1, (self.run.count, -1)) for key, part in parts.items()}
+        if not _has_restore_loop(quantized, tokens, length):
+            own = {key: part.of_heads(heads).unflatten(1, (self.run.count, -1)) for key, part in parts.items()}
             own = {key: part.float() if part.is_floating_point() else part for key, part in own.items()}
             found = quantized.decode(own, *((length, 1) if tokens else (1, length)), torch.float32)
             return found.flatten(2).contiguous().numpy()
@@ -121,8 +121,8 @@ class NormsAndShifts:
     shifts: list[tuple[Any, list[Any]]]
 
 
-def stored_of(states: PackedStates) -> list[Stored]:
-    """Of each run of blocks, in order."""
+def list_stored(states: PackedStates) -> list[Stored]:
+    """What the chain stores next to the codes of each run of blocks, in order."""
     return [
         Stored(start, run, {name: Flat.of(part) for name, part in parts.items() if "." in name or name == "gain"})
         for start, run, parts in states.runs()
@@ -167,14 +167,15 @@ def _ones(tokens: int) -> Any:
 def _numbers(part: Flat, heads: Heads) -> Any:
     """`[heads or 1, numbers]` in fp32."""
     if part.part.dtype is not torch.float16:
-        return part.own(heads).float().flatten(1).contiguous().numpy()
+        return part.of_heads(heads).float().flatten(1).contiguous().numpy()
     step, rows, columns = part.place
     out = np.empty((heads.count if step else 1, rows * columns), np.float32)
     halves(part.from_head(heads), step, out)
     return out
 
 
-def _is_compiled(quantized: DoubleQuant, tokens: bool, length: int) -> bool:
+def _has_restore_loop(quantized: DoubleQuant, tokens: bool, length: int) -> bool:
+    """Whether `restore_loop` decodes these numbers: one plane of codes, groups along a row that begin on a byte."""
     along = "per_channel" if tokens else "per_token"
     if quantized.axis is not along or quantized.bits > 8 or len(plane_widths(quantized.bits)) > 1:
         return False
@@ -307,7 +308,7 @@ def turned_loop(pairs: int, half: bool, interleaved: bool):
     """
     lanes = lanes_of(pairs or 1)
     kind = Kind(functools.partial(Numbers, pairs, half, lanes), 2 * pairs, lanes, lambda rows: (4, 4), 1, 1)
-    dots = by_rows(functools.partial(dots_of, kind))
+    dots = loop_over_rows(functools.partial(dots_step, kind))
     step, apart = (2, 1) if interleaved else (1, pairs)
 
     @numba.njit(**OPTIONS)

@@ -21,8 +21,8 @@ from llvmlite import ir
 from numba.core import cgutils, types
 from numba.extending import intrinsic
 
-from kvq_kernels.cpu_loops import by_rows
-from kvq_kernels.cpu_vectors import OPTIONS, TILE, Step, has, lanes_of, plane_of, step_tokens
+from kvq_kernels.cpu_loops import loop_over_rows
+from kvq_kernels.cpu_vectors import OPTIONS, TILE, Step, has_feature, head_plane, lanes_of, step_tokens
 
 GROUP = 8
 """Channels of a codebook's entry."""
@@ -34,7 +34,7 @@ MOST_BITS = 4
 class Loops:
     """`scores(queries, planes, places, tables, norms, start, tokens, out)` of some heads and, with weights, `mix`.
 
-    `planes`: flat, two of them are read (the same one where there is one), `places` as `plane_of` has them; `tables`:
+    `planes`: flat, two of them are read (the same one where there is one), `places` as `head_plane` has them; `tables`:
     three arrays (levels: the same three times); `queries` `[heads, group, dim]`, `norms` `[heads or 1, all tokens]`,
     weights and `out` of scores `[heads, group, all tokens]`.
     """
@@ -65,33 +65,35 @@ class Kind:
 
 @functools.cache
 def level_loops(dim: int, widths: tuple[int, ...]) -> Loops:
-    """For symmetric levels whose codes have planes of `widths`; the table is the positive levels, ascending."""
+    """Loops for codes of symmetric levels, in planes of `widths` bits; the table is the positive levels, ascending."""
     tokens = max(step_tokens(width) for width in widths)
     lanes = lanes_of(dim)
-    return _loops(Kind(functools.partial(_Levels, widths, lanes), dim, lanes, lambda rows: (tokens, 4), tokens, 1))
+    return _compile_loops(
+        Kind(functools.partial(_Levels, widths, lanes), dim, lanes, lambda rows: (tokens, 4), tokens, 1)
+    )
 
 
 @functools.cache
 def book_loops(dim: int, signed: bool, shifted: bool) -> Loops:
-    """Tables are 256 entries, and of the second plane's byte masks of signs (int32) and shifts, each `[256, 8]`."""
-    lanes = 2 * GROUP if has("avx512f") and not shifted and dim % (2 * GROUP) == 0 else GROUP
+    """Loops for a codebook of 8 channels: tables `[256, 8]` of entries, and by second byte of signs and shifts."""
+    lanes = 2 * GROUP if has_feature("avx512f") and not shifted and dim % (2 * GROUP) == 0 else GROUP
     vectors = 4 if dim // lanes % 4 == 0 else 1
-    make = functools.partial(_Book, signed, shifted, lanes)
-    return _loops(Kind(make, dim, lanes, lambda rows: (8 // rows, 8 // rows), 1, vectors))
+    make = functools.partial(_BookEntries, signed, shifted, lanes)
+    return _compile_loops(Kind(make, dim, lanes, lambda rows: (8 // rows, 8 // rows), 1, vectors))
 
 
 @functools.cache
 def number_loops(dim: int, half: bool) -> Loops:
-    """For states as they are, the first two planes: in fp32 or (`half`) bf16, held as int16; no table is read."""
+    """Loops for states in full precision, in the first two planes: fp32, or (`half`) bf16 held as int16; no tables."""
     lanes = lanes_of(dim)
     vectors = 4 if dim // lanes % 4 == 0 else 1
     make = functools.partial(Numbers, dim, half, lanes)
-    return _loops(Kind(make, dim, lanes, lambda rows: (8, 8 // rows), 1, vectors))
+    return _compile_loops(Kind(make, dim, lanes, lambda rows: (8, 8 // rows), 1, vectors))
 
 
 @no_type_check
-def _loops(kind):
-    dots, sums = (by_rows(functools.partial(make, kind)) for make in (dots_of, _sums))
+def _compile_loops(kind):
+    dots, sums = (loop_over_rows(functools.partial(make, kind)) for make in (dots_step, _sums_step))
 
     @numba.njit(**OPTIONS)
     def scores(query, planes, tables, norms, start, tokens, out):
@@ -120,17 +122,17 @@ def _loops(kind):
                     here[t] = line[t] * norm[t]
             sums(near, planes, tables, token, count, out)
 
-    return Loops(_over_heads(scores), _over_heads(mix))
+    return Loops(_loop_over_heads(scores), _loop_over_heads(mix))
 
 
 @no_type_check
-def _over_heads(loop):
-    """As `cpu_loops` has it."""
+def _loop_over_heads(loop):
+    """A loop over heads: `rows`, `out` and `norms` (one row, or one per head) by head, `planes` by `head_plane`."""
 
     @numba.njit(**OPTIONS)
     def all_heads(rows, planes, places, tables, norms, start, tokens, out):
         for h in range(rows.shape[0]):
-            own = plane_of(planes, places, 0, h), plane_of(planes, places, 1, h)
+            own = head_plane(planes, places, 0, h), head_plane(planes, places, 1, h)
             loop(rows[h], own, tables, norms[min(h, len(norms) - 1)], start, tokens, out[h])
 
     return all_heads
@@ -143,47 +145,47 @@ class _Levels(Step):
     def __init__(self, widths, lanes, context, builder, signature, args):
         super().__init__(context, builder, signature, args, widths[0], lanes)
         self.widths, half = widths, 2 ** (sum(widths) - 1)
-        self.permuted = lanes == 16 and half <= 8 and has("avx512f")
+        self.permuted = lanes == 16 and half <= 8 and has_feature("avx512f")
         if self.permuted:  # every index of four bits has a level, that of its lowest bits
-            upper = self.part(3, half, self.size(0))
+            upper = self.load_lanes(3, half, self.intp(0))
             both = [*range(2 * half - 1, half - 1, -1), *range(half)]
-            self.levels = self.shuffled(upper, builder.fneg(upper), both * (lanes // (2 * half)))
+            self.levels = self.shuffle(upper, builder.fneg(upper), both * (lanes // (2 * half)))
         else:
-            self.levels = [self.splat(3, self.size(index)) for index in range(half)]
+            self.levels = [self.splat(3, self.intp(index)) for index in range(half)]
 
     def values(self, first, start, tokens):
         """Levels of `tokens` (within a step that begins at token `first`, on a byte) from channel `start` on."""
         if self.permuted:
-            return self._permuted(first, self.size(start), tokens)
+            return self._permute_levels(first, self.intp(start), tokens)
         nothing, out = self.all_lanes(0), []
         rows: dict[tuple[int, int], Any] = {}
         for token in tokens:
             tests = []
             for plane, width in enumerate(self.widths):
-                held = self._held(rows, first, plane, token, self.size(start))
+                held = self._load_codes(rows, first, plane, token, self.intp(start))
                 for bit in range(width):
                     mask = self.all_lanes(1 << (token * width % 8 + bit))
                     tests.append(self.builder.icmp_unsigned("!=", self.builder.and_(held, mask), nothing))
-            out.append(self._level(tests))
+            out.append(self._select_level(tests))
         return out
 
-    def _held(self, rows, first, plane, token, channel):
+    def _load_codes(self, rows, first, plane, token, channel):
         """The bytes of a plane that hold codes of a token, read once; `rows`: those that were read."""
         width = self.widths[plane]
         at = (plane, token * width // 8)
         if at not in rows:
-            row = self.builder.sdiv(self.builder.mul(first, self.size(width)), self.size(8))
-            rows[at] = self.bytes(1 + plane, self.builder.add(row, self.size(at[1])), channel)
+            row = self.builder.sdiv(self.builder.mul(first, self.intp(width)), self.intp(8))
+            rows[at] = self.bytes(1 + plane, self.builder.add(row, self.intp(at[1])), channel)
         return rows[at]
 
-    def _permuted(self, first, channel, tokens):
-        """Each lane of `levels` that the lowest four bits of a lane name."""
+    def _permute_levels(self, first, channel, tokens):
+        """Levels of `tokens` by a permutation of the vector of levels with the codes (AVX-512)."""
         rows: dict[tuple[int, int], Any] = {}
         out = []
         for token in tokens:
             code, places = None, 0
             for plane, width in enumerate(self.widths):
-                held = self._held(rows, first, plane, token, channel)
+                held = self._load_codes(rows, first, plane, token, channel)
                 part = self.builder.lshr(held, self.all_lanes(token * width % 8))
                 if len(self.widths) > 1:
                     part = self.builder.and_(part, self.all_lanes(2**width - 1))
@@ -192,7 +194,7 @@ class _Levels(Step):
             out.append(self.call("llvm.x86.avx512.permvar.sf.512", self.vector, self.levels, code))
         return out
 
-    def _level(self, tests):
+    def _select_level(self, tests):
         """The level of a code from its bits, lowest first: the last is the sign, the others count from the middle."""
         *low, sign = tests
         values = list(self.levels)
@@ -203,7 +205,7 @@ class _Levels(Step):
 
 
 @no_type_check
-class _Book(Step):
+class _BookEntries(Step):
     """Decodes one or two entries of a token; codes are the arguments 1 and 2, entries, masks and shifts 3 to 5."""
 
     def __init__(self, signed, shifted, lanes, context, builder, signature, args):
@@ -212,37 +214,39 @@ class _Book(Step):
 
     def values(self, first, start, tokens):
         """Entries of `tokens`, counted from token `first`, for the channels of a vector from `start` on."""
-        rows = [self.builder.add(first, self.size(token)) for token in tokens]
+        rows = [self.builder.add(first, self.intp(token)) for token in tokens]
         if len(rows) > 1:  # of a step, which may go past the last token
-            rows = [self.within(1, row) for row in rows]
-        return [self._entries(row, start // GROUP) for row in rows]
+            rows = [self.clamp_row(1, row) for row in rows]
+        return [self._entry_vector(row, start // GROUP) for row in rows]
 
-    def _entries(self, token, group):
+    def _entry_vector(self, token, group):
+        """The decoded entry of a token from group `group` of 8 channels on, or two of them in a vector of 16 lanes."""
         if self.lanes == GROUP:
-            return self._entry(token, self.size(group))
-        one, two = (self._part(3, self.byte(1, token, self.size(group + half))) for half in range(2))
-        value = self.shuffled(one, two, list(range(self.lanes)))
+            return self._entry(token, self.intp(group))
+        one, two = (self._part(3, self.byte(1, token, self.intp(group + half))) for half in range(2))
+        value = self.shuffle(one, two, list(range(self.lanes)))
         if not self.signed:
             return value
         kind = ir.IntType(self.lanes)
-        bits = self.builder.load(self.pointer(2, kind, token, self.size(group)), typ=kind)
+        bits = self.builder.load(self.pointer(2, kind, token, self.intp(group)), typ=kind)
         bits.align = 1
         negative = self.builder.bitcast(bits, ir.VectorType(ir.IntType(1), self.lanes))
         return self.builder.select(negative, self.builder.fneg(value), value)
 
     def _entry(self, token, group):
+        """The decoded entry of one group of 8 channels: looked up, signs flipped, shifted."""
         value = self._part(3, self.byte(1, token, group))
         if self.signed:
             other = self.byte(2, token, group)
-            mask = self.builder.load(self.pointer(4, self.ints, other, self.size(0)), typ=self.ints)
+            mask = self.builder.load(self.pointer(4, self.ints, other, self.intp(0)), typ=self.ints)
             mask.align = 4
             value = self.builder.bitcast(self.builder.xor(self.builder.bitcast(value, self.ints), mask), self.vector)
             if self.shifted:
-                value = self.builder.fadd(value, self.load(5, other, self.size(0)))
+                value = self.builder.fadd(value, self.load(5, other, self.intp(0)))
         return value
 
     def _part(self, array, row):
-        return self.part(array, GROUP, row, self.size(0))
+        return self.load_lanes(array, GROUP, row, self.intp(0))
 
 
 @no_type_check
@@ -256,8 +260,8 @@ class Numbers(Step):
     def values(self, first, start, tokens):
         """Numbers of `tokens`, counted from token `first`, from channel `start` on."""
         array, channel = (1, start) if start < self.span else (2, start - self.span)
-        rows = [self.within(array, self.builder.add(first, self.size(token))) for token in tokens]
-        return [self._read(array, row, self.size(channel)) for row in rows]
+        rows = [self.clamp_row(array, self.builder.add(first, self.intp(token))) for token in tokens]
+        return [self._read(array, row, self.intp(channel)) for row in rows]
 
     def _read(self, array, row, channel):
         if not self.half:
@@ -270,7 +274,7 @@ class Numbers(Step):
 
 
 @no_type_check
-def dots_of(kind, rows):
+def dots_step(kind, rows):
     """Products of `rows` queries with the values of `count` tokens from `first` on, into `found[query, token]`."""
     per_step, together = kind.dot_tokens(rows)
 
@@ -281,8 +285,8 @@ def dots_of(kind, rows):
             totals = [step.zero() for _ in range(together * rows)]
             for start in range(0, kind.span, kind.lanes):
                 values = step.values(first, start, range(begin, begin + together))
-                step.add_dots(totals, rows, step.size(start), values)
-            step.store_sums(totals, 8, together, builder.add(token, step.size(begin)))
+                step.add_dots(totals, rows, step.intp(start), values)
+            step.store_sums(totals, 8, together, builder.add(token, step.intp(begin)))
         return context.get_dummy_value()
 
     @intrinsic
@@ -299,7 +303,7 @@ def dots_of(kind, rows):
 
 
 @no_type_check
-def _sums(kind, rows):
+def _sums_step(kind, rows):
     """Add `Σ_t weights[row, t] · values_t` of `count` tokens from `first` on to `out[row]`."""
 
     def build(context, builder, signature, args):
@@ -308,7 +312,7 @@ def _sums(kind, rows):
         for begin in range(0, kind.span, kind.vectors * kind.lanes):
             starts = range(begin, begin + kind.vectors * kind.lanes, kind.lanes)
             slots = [
-                [cgutils.alloca_once_value(builder, step.load(8, step.size(r), step.size(start))) for start in starts]
+                [cgutils.alloca_once_value(builder, step.load(8, step.intp(r), step.intp(start))) for start in starts]
                 for r in range(rows)
             ]
             with step.steps(count, kind.sum_tokens) as token:
@@ -316,13 +320,13 @@ def _sums(kind, rows):
                 vectors = [step.values(at, start, range(kind.sum_tokens)) for start in starts]
                 for r in range(rows):
                     for index in range(kind.sum_tokens):
-                        weight = step.splat(0, step.size(r), builder.add(token, step.size(index)))
+                        weight = step.splat(0, step.intp(r), builder.add(token, step.intp(index)))
                         for values, slot in zip(vectors, slots[r], strict=True):
                             total = builder.load(slot, typ=step.vector)
                             builder.store(step.add_product(weight, values[index], total), slot)
             for r in range(rows):
                 for start, slot in zip(starts, slots[r], strict=True):
-                    step.store(builder.load(slot, typ=step.vector), 8, step.size(r), step.size(start))
+                    step.store(builder.load(slot, typ=step.vector), 8, step.intp(r), step.intp(start))
         return context.get_dummy_value()
 
     @intrinsic

@@ -39,7 +39,7 @@ def lanes_of(span: int) -> int:
 
 
 @functools.cache
-def has(feature: str) -> bool:
+def has_feature(feature: str) -> bool:
     """Whether this processor has a set of instructions, by LLVM's name of it."""
     return bool(llvmlite.binding.get_host_cpu_features().get(feature, False))
 
@@ -61,7 +61,7 @@ class Step:
             for kind, value in zip(signature.args, args, strict=True)
         ]
 
-    def size(self, value):
+    def intp(self, value):
         return ir.Constant(self.context.get_value_type(types.intp), value)
 
     def pointer(self, array, kind, *index):
@@ -73,24 +73,24 @@ class Step:
         return cgutils.pointer_add(self.builder, held.data, at, kind.as_pointer())
 
     def load(self, array, *index):
-        return self.part(array, self.lanes, *index)
+        return self.load_lanes(array, self.lanes, *index)
 
-    def part(self, array, lanes, *index):
+    def load_lanes(self, array, lanes, *index):
         """A vector of `lanes` numbers."""
         kind = ir.VectorType(FLOAT, lanes)
         loaded = self.builder.load(self.pointer(array, kind, *index), typ=kind)
         loaded.align = 4
         return loaded
 
-    def within(self, array, row):
+    def clamp_row(self, array, row):
         """The row; past the last one of the array, that is read again: its weight is zero or its score is dropped."""
-        last = self.builder.sub(cgutils.unpack_tuple(self.builder, self.arrays[array].shape)[0], self.size(1))
+        last = self.builder.sub(cgutils.unpack_tuple(self.builder, self.arrays[array].shape)[0], self.intp(1))
         return self.builder.select(self.builder.icmp_signed("<", row, last), row, last)
 
     def bytes(self, plane, row, channel):
         """`lanes` bytes of a row, as integers of 32 bits."""
         kind = ir.VectorType(BYTE, self.lanes)
-        loaded = self.builder.load(self.pointer(plane, kind, self.within(plane, row), channel), typ=kind)
+        loaded = self.builder.load(self.pointer(plane, kind, self.clamp_row(plane, row), channel), typ=kind)
         loaded.align = 1
         return self.builder.zext(loaded, self.ints)
 
@@ -105,7 +105,7 @@ class Step:
         for token in tokens:
             offset = token * self.width // 8
             if offset not in rows:
-                rows[offset] = self.bytes(plane, self.builder.add(row, self.size(offset)), channel)
+                rows[offset] = self.bytes(plane, self.builder.add(row, self.intp(offset)), channel)
             mask = ((1 << self.width) - 1) << (token * self.width % 8)
             masked = self.builder.and_(rows[offset], self.all_lanes(mask))
             out.append(self.builder.sitofp(masked, self.vector))
@@ -135,7 +135,7 @@ class Step:
         one = self.builder.insert_element(
             ir.Constant(ir.VectorType(number.type, self.lanes), ir.Undefined), number, INT(0)
         )
-        return self.shuffled(one, one, [0] * self.lanes)
+        return self.shuffle(one, one, [0] * self.lanes)
 
     def lane_sums(self, vectors):
         """The sum over the lanes of each vector, in order, in the lanes of as few as hold them."""
@@ -149,7 +149,7 @@ class Step:
     def add_dots(self, totals, rows, channel, values):
         """Add the products of `rows` queries, from `channel` on, with one vector of each token to their totals."""
         for row in range(rows):
-            query = self.load(0, self.size(row), channel)
+            query = self.load(0, self.intp(row), channel)
             for index, value in enumerate(values):
                 place = len(values) * row + index
                 totals[place] = self.add_product(query, value, totals[place])
@@ -160,11 +160,11 @@ class Step:
         kind = ir.VectorType(FLOAT, min(tokens, self.lanes))
         for place in range(0, len(totals), kind.count):
             lanes = list(range(place % self.lanes, place % self.lanes + kind.count))
-            part = self.shuffled(sums[place // self.lanes], sums[place // self.lanes], lanes)
-            at = self.builder.add(token, self.size(place % tokens))
-            self.builder.store(part, self.pointer(array, kind, self.size(place // tokens), at)).align = 4
+            part = self.shuffle(sums[place // self.lanes], sums[place // self.lanes], lanes)
+            at = self.builder.add(token, self.intp(place % tokens))
+            self.builder.store(part, self.pointer(array, kind, self.intp(place // tokens), at)).align = 4
 
-    def shuffled(self, one, two, places):
+    def shuffle(self, one, two, places):
         return self.builder.shuffle_vector(one, two, ir.Constant(ir.VectorType(INT, len(places)), places))
 
     def store(self, vector, array, *index):
@@ -173,16 +173,16 @@ class Step:
     @contextlib.contextmanager
     def steps(self, count, tokens):
         """A loop over `count` tokens, `tokens` at a time; gives the first of each step."""
-        number = self.builder.sdiv(self.builder.add(count, self.size(tokens - 1)), self.size(tokens))
+        number = self.builder.sdiv(self.builder.add(count, self.intp(tokens - 1)), self.intp(tokens))
         with cgutils.for_range(self.builder, number, intp=number.type) as loop:
-            yield self.builder.mul(loop.index, self.size(tokens))
+            yield self.builder.mul(loop.index, self.intp(tokens))
 
     def _every_other(self, one, two, start):
-        return self.shuffled(one, two, list(range(start, 2 * self.lanes, 2)))
+        return self.shuffle(one, two, list(range(start, 2 * self.lanes, 2)))
 
 
 @no_type_check
-def steps_of(width, build):
+def loop_over_steps(width, build):
     """The loop `(queries, plane, channel, first, count, found)` over the steps of scores that `build` emits."""
 
     @intrinsic
@@ -213,12 +213,12 @@ def dots(width: int, span: int, rows: int):
         for half in range(0, step_tokens(width), 4):
             totals = [step.zero() for _ in range(4 * rows)]
             for start in range(0, span, step.lanes):
-                at = builder.add(channel, step.size(start))
-                step.add_dots(totals, rows, step.size(start), step.codes(1, row, at, range(half, half + 4)))
-            step.store_sums(totals, 4, 4, builder.add(token, step.size(half)))
+                at = builder.add(channel, step.intp(start))
+                step.add_dots(totals, rows, step.intp(start), step.codes(1, row, at, range(half, half + 4)))
+            step.store_sums(totals, 4, 4, builder.add(token, step.intp(half)))
         return context.get_dummy_value()
 
-    return steps_of(width, build)
+    return loop_over_steps(width, build)
 
 
 @functools.cache
@@ -235,23 +235,23 @@ def sums(width: int, span: int, rows: int):
         _, _, channel, first, count, _ = args
         tokens = step_tokens(width)
         for start in range(0, span, together * step.lanes):
-            ats = [builder.add(channel, step.size(start + part * step.lanes)) for part in range(together)]
+            ats = [builder.add(channel, step.intp(start + part * step.lanes)) for part in range(together)]
             totals = [
-                [cgutils.alloca_once_value(builder, step.load(5, step.size(r), at)) for at in ats] for r in range(rows)
+                [cgutils.alloca_once_value(builder, step.load(5, step.intp(r), at)) for at in ats] for r in range(rows)
             ]
             with step.steps(count, tokens) as token:
-                row = builder.sdiv(builder.mul(builder.add(first, token), step.size(width)), step.size(8))
+                row = builder.sdiv(builder.mul(builder.add(first, token), step.intp(width)), step.intp(8))
                 codes = [step.codes(1, row, at, range(tokens)) for at in ats]
                 for r in range(rows):
                     for index in range(tokens):
-                        weight = step.splat(0, step.size(r), builder.add(token, step.size(index)))
+                        weight = step.splat(0, step.intp(r), builder.add(token, step.intp(index)))
                         for part in range(together):
                             slot = totals[r][part]
                             total = builder.load(slot, typ=step.vector)
                             builder.store(step.add_product(weight, codes[part][index], total), slot)
             for r in range(rows):
                 for at, slot in zip(ats, totals[r], strict=True):
-                    step.store(builder.load(slot, typ=step.vector), 5, step.size(r), at)
+                    step.store(builder.load(slot, typ=step.vector), 5, step.intp(r), at)
         return context.get_dummy_value()
 
     @intrinsic
@@ -281,7 +281,7 @@ def statistics(groups: int, low: str, top: int, lanes: int):
             return loaded
 
         def of_group(loaded, group):
-            return step.shuffled(loaded, loaded, list(range(group, lanes * groups, groups)))
+            return step.shuffle(loaded, loaded, list(range(group, lanes * groups, groups)))
 
         scales = read(0, half)
         lows = read(1, half if low == "float" else ir.VectorType(ir.IntType(16), lanes * groups))
@@ -294,7 +294,7 @@ def statistics(groups: int, low: str, top: int, lanes: int):
             else:
                 least = builder.fmul(scale, ir.Constant(step.vector, [-float(top)] * lanes))
             for kind, values in enumerate((scale, least)):
-                step.store(values, 3, step.size(kind), step.size(group), place)
+                step.store(values, 3, step.intp(kind), step.intp(group), place)
         return context.get_dummy_value()
 
     @intrinsic
@@ -326,7 +326,7 @@ def highest(numbers):
 
 @numba.njit(**OPTIONS)
 @no_type_check
-def weights_of(scores, first):
+def softmax_weights(scores, first):
     """Softmax numerators in place, `exp(score - max)`, zero before token `first`; the sum of each row."""
     rows, tokens = scores.shape
     totals = np.zeros(rows, np.float32)
@@ -361,7 +361,7 @@ def weights_of(scores, first):
 
 @numba.njit(**OPTIONS)
 @no_type_check
-def plane_of(planes, places, index, head):
+def head_plane(planes, places, index, head):
     """Rows of bytes of one head; `places[index]`: bytes from head to head, rows, and columns of a plane."""
     step, rows, columns = places[index]
     return planes[index][head * step : head * step + rows * columns].reshape(rows, columns)

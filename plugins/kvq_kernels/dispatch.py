@@ -33,12 +33,12 @@ def attention_for(
         from kvq_kernels import gpu
 
         alike = keys.shape == values.shape  # one program reads both
-        if alike and gpu.unfit(keys) is None and gpu.unfit(values) is None:
+        if alike and gpu.unfit_reason(keys) is None and gpu.unfit_reason(values) is None:
             return "gpu", gpu.attend
     if query.device.type == "cpu" and HAS_NUMBA and query.dtype is not torch.float64 and softcap is None:
         from kvq_kernels import cpu
 
-        if cpu.unfit(keys) is None and cpu.unfit(values) is None:
+        if cpu.unfit_reason(keys) is None and cpu.unfit_reason(values) is None:
             return "cpu", cpu.attend
     return None
 

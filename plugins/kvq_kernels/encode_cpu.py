@@ -25,11 +25,9 @@ from kvq.codecs.quantizers import Parts, to_stored
 from kvq_kernels.cpu import pool
 from kvq_kernels.cpu_tables import GROUP
 from kvq_kernels.cpu_vectors import BYTE, INT, LANES, Step
-from kvq_kernels.uniform_chain import ROWS, Grids, UniformChain, book_columns, gain_of, grids, searched
+from kvq_kernels.uniform_chain import ROWS, Grids, UniformChain, book_columns, fit_grids, gain_of, parts_of_search
 
-ENTRIES = 256
-TOGETHER = 2
-"""Vectors of a step."""
+ENTRIES, TOGETHER = 256, 2  # of a codebook; vectors of a step
 
 _OPTIONS = {"nogil": True, "error_model": "numpy", "boundscheck": False}
 _EXACT = _OPTIONS | {"fastmath": False}
@@ -53,14 +51,14 @@ class Loops:
 @functools.cache
 def loops_for(dim: int, channels: int) -> Loops:
     """Compile (each at its first call) the loops for `dim` channels, per token in groups of `channels`."""
-    of_channels, of_tokens = _ranges(dim, channels)
-    channel_codes, token_codes = _codes(dim, channels)
-    pack, gains = _packer(dim), _gain(dim, channels)
-    return Loops(_rotation(dim), _norms(dim), of_channels, of_tokens, channel_codes, token_codes, pack, gains)
+    of_channels, of_tokens = _range_loops(dim, channels)
+    channel_codes, token_codes = _code_loops(dim, channels)
+    pack, gains = _pack_loop(dim), _gain_loop(dim, channels)
+    return Loops(_rotation_loop(dim), _norm_loop(dim), of_channels, of_tokens, channel_codes, token_codes, pack, gains)
 
 
 @no_type_check
-def _rotation(dim):
+def _rotation_loop(dim):
     """Multiply rows by Sylvester's Hadamard matrix over `sqrt(dim)`, in place, after a sign per channel.
 
     A step interleaves sums and differences of the first and the second half. All steps are equal, and after log2(dim)
@@ -94,7 +92,7 @@ def _rotation(dim):
 
 
 @no_type_check
-def _norms(dim):
+def _norm_loop(dim):
     @numba.njit(**_SUMS)
     def squares(row):
         total = np.float32(0)
@@ -116,7 +114,8 @@ def _norms(dim):
 
 
 @no_type_check
-def _ranges(dim, channels):
+def _range_loops(dim, channels):
+    """Loops that find least and greatest values: per channel of groups of tokens, per token of groups of channels."""
     groups = (dim + channels - 1) // channels
 
     @numba.njit(**_EXACT)
@@ -136,7 +135,6 @@ def _ranges(dim, channels):
 
     @numba.njit(**_SUMS)
     def token_ranges(blocks, size, low, high):
-        """Least and greatest values of groups of channels, into `[blocks, tokens, groups]`."""
         for block in range(blocks.shape[0]):
             for t in range(blocks.shape[1]):
                 row = blocks[block, t]
@@ -152,7 +150,8 @@ def _ranges(dim, channels):
 
 
 @no_type_check
-def _codes(dim, channels):
+def _code_loops(dim, channels):
+    """Loops that round blocks to codes, by statistics per channel and group of tokens, or per token and channels."""
     groups = (dim + channels - 1) // channels
 
     @numba.njit(**_EXACT)
@@ -169,7 +168,6 @@ def _codes(dim, channels):
 
     @numba.njit(**_EXACT)
     def token_codes(blocks, size, step, base, zero, top, codes):
-        """Codes of blocks, by statistics per token and group of channels."""
         for block in range(blocks.shape[0]):
             for t in range(blocks.shape[1]):
                 for group in range(groups):
@@ -185,10 +183,11 @@ def _codes(dim, channels):
 
 
 @no_type_check
-def _packer(dim):
+def _pack_loop(dim):
+    """The loop that packs one plane of the codes of blocks, which are padded with rows of zeros after their tokens."""
+
     @numba.njit(**_EXACT)
     def pack(codes, shift, width, plane):
-        """One plane of the codes of blocks, which are padded with rows of zeros after their tokens."""
         per_byte, mask = 8 // width, np.uint8((1 << width) - 1)
         for block in range(plane.shape[0]):
             for r in range(plane.shape[1]):
@@ -203,7 +202,9 @@ def _packer(dim):
 
 
 @no_type_check
-def _gain(dim, channels):
+def _gain_loop(dim, channels):
+    """The loop of inner products: tokens with themselves and with their decoded form, and of that with itself."""
+
     @numba.njit(**_SUMS)
     def channel_gain(row, codes, low, scale, zero):
         a, b, c = np.float32(0), np.float32(0), np.float32(0)
@@ -223,7 +224,6 @@ def _gain(dim, channels):
 
     @numba.njit(**_SUMS)
     def gains(blocks, codes, size, per_channel, low, scale, zero, found):
-        """Inner products of each token with itself and with its decoded form, and of the decoded form with itself."""
         for block in range(blocks.shape[0]):
             for t in range(blocks.shape[1]):
                 row, code = blocks[block, t], codes[block, t]
@@ -274,7 +274,7 @@ def _encode(
     low, high = torch.empty(shape), torch.empty(shape)
     ranges = loops.channel_ranges if chain.per_channel else loops.token_ranges
     ranges(y.numpy(), size, low.numpy(), high.numpy())
-    grid = grids(chain.quantizer, low, high)
+    grid = fit_grids(chain.quantizer, low, high)
     # A byte holds zeros after the last token.
     codes = torch.zeros(count, -(-tokens // 8) * 8, dim, dtype=torch.uint8)
     coder = loops.channel_codes if chain.per_channel else loops.token_codes
@@ -302,31 +302,31 @@ def _gains(chain: UniformChain, loops: Loops, y: Tensor, codes: Tensor, size: in
 def search(
     quantizer: VectorQuantizer, y: Float[Tensor, "*lead tokens dim"]
 ) -> tuple[Parts, Float[Tensor, "*lead tokens 1"] | None]:
-    """Codes and gains of `y` (fp32), see `searched`; a last vector may have a partner of zeros."""
+    """Codes and gains of `y` (fp32), see `parts_of_search`; a last vector may have a partner of zeros."""
     signed, count = quantizer.bits == 2, y.numel() // GROUP
     rows = torch.zeros(count + count % TOGETHER, GROUP)
     rows[:count] = y.reshape(-1, GROUP)
     codes = torch.empty(2 if signed else 1, len(rows), dtype=torch.uint8)
     scores = torch.empty(len(rows))
     columns = book_columns(quantizer.codebook, quantizer.bits, y.device).numpy()
-    _search(signed)(rows.numpy(), columns, codes[0].numpy(), codes[-1].numpy(), scores.numpy())
-    return searched(quantizer, y, codes[:, :count], scores[:count])
+    _search_loop(signed)(rows.numpy(), columns, codes[0].numpy(), codes[-1].numpy(), scores.numpy())
+    return parts_of_search(quantizer, y, codes[:, :count], scores[:count])
 
 
 @functools.cache
 @no_type_check
-def _search(signed):
+def _search_loop(signed):
     """A loop `(rows, columns, codes, signs, scores)` over an even number of vectors `[count, 8]`."""
 
     def build(context, builder, signature, args):
         step = _Vectors(context, builder, signature, args, 8, LANES)
-        at = [builder.add(args[5], step.size(index)) for index in range(TOGETHER)]
+        at = [builder.add(args[5], step.intp(index)) for index in range(TOGETHER)]
         vectors = [step.vector_of(row, signed) for row in at]
         wide = ir.VectorType(INT, LANES)
         lanes = ir.Constant(wide, list(range(LANES)))
         best, where = [None] * TOGETHER, [ir.Constant(wide, [0] * LANES)] * TOGETHER
         for first in range(0, ENTRIES, LANES):
-            columns = [step.load(1, step.size(channel), step.size(first)) for channel in range(GROUP + 1)]
+            columns = [step.load(1, step.intp(channel), step.intp(first)) for channel in range(GROUP + 1)]
             for index, channels in enumerate(vectors):
                 score = columns[GROUP]
                 for column, channel in zip(columns[:GROUP], channels, strict=True):
@@ -364,7 +364,7 @@ class _Vectors(Step):
 
     def _vector(self, row):
         kind = ir.VectorType(ir.FloatType(), GROUP)
-        found = self.builder.load(self.pointer(0, kind, row, self.size(0)), typ=kind)
+        found = self.builder.load(self.pointer(0, kind, row, self.intp(0)), typ=kind)
         found.align = 4
         return found
 

@@ -15,7 +15,7 @@ from torch.nn import functional
 from kvq.codecs import VectorQuantizer
 from kvq.codecs.quantizers import Parts
 from kvq_kernels import triton_encode, triton_loops
-from kvq_kernels.uniform_chain import UniformChain, book_columns, searched
+from kvq_kernels.uniform_chain import UniformChain, book_columns, parts_of_search
 
 TILE = 32
 """Tokens of a program where statistics are per token, or of groups that no program can hold."""
@@ -57,7 +57,7 @@ def encode(chain: UniformChain, blocks: Float[Tensor, "batch blocks heads tokens
     norm = chain.gain_name if chain.norm is None else f"{chain.norm}.scale"
     if norm is not None:
         parts[norm] = room(tokens, 1, torch.float16)
-    turn, d = _Turn.of(chain, x), max(16, triton.next_power_of_2(dim))
+    turn, d = _Transform.of(chain, x), max(16, triton.next_power_of_2(dim))
     held = chain.per_channel and size <= LONGEST
     known = chain.per_channel and not held
     given = _ranges(chain, x, turn, d, size) if known else (x, x)
@@ -69,21 +69,21 @@ def encode(chain: UniformChain, blocks: Float[Tensor, "batch blocks heads tokens
         parts["scale"] if norm is None else parts[norm], *given,
         *x.stride()[:4], heads, count, tokens, tiles, size, groups, quantizer.clip, float(levels), float(chain.top),
         turn.root, turn.norm_root, dim, *chain.widths, *(0,) * (3 - len(chain.widths)),
-        chain.per_channel, d if groups == 1 else size, known, _kind(chain), GAINS[quantizer.gain],
-        turn.rotated, chain.signs, chain.norm is not None, step, n, d, _inner(turn.matrix, d),
+        chain.per_channel, d if groups == 1 else size, known, _grid_kind(chain), GAINS[quantizer.gain],
+        turn.rotated, chain.signs, chain.norm is not None, step, n, d, _rows_at_once(turn.matrix, d),
         num_warps=8 if n * d > 8192 else 4,
     )  # fmt: skip
     return {name: part.transpose(1, 2) for name, part in parts.items()}
 
 
-def _ranges(chain: UniformChain, x: Tensor, turn: _Turn, d: int, size: int) -> tuple[Tensor, Tensor]:
+def _ranges(chain: UniformChain, x: Tensor, turn: _Transform, d: int, size: int) -> tuple[Tensor, Tensor]:
     """Lowest and highest values `[batch, heads, blocks, groups, dim]` of groups of several tiles."""
     batch, count, heads, tokens, dim = x.shape
     tiles = triton.cdiv(tokens, TILE)
     low, high = torch.empty(2, batch, heads, count, tiles, dim, device=x.device)
     triton_encode.ranges[(count * tiles, batch * heads)](
         x, turn.matrix, low, high, *x.stride()[:4], heads, count, tokens, tiles, turn.root, turn.norm_root, dim,
-        turn.rotated, chain.signs, chain.norm is not None, TILE, d, _inner(turn.matrix, d),
+        turn.rotated, chain.signs, chain.norm is not None, TILE, d, _rows_at_once(turn.matrix, d),
     )  # fmt: skip
     together = triton.cdiv(min(size, tokens), TILE)
     short = (0, 0, 0, -tiles % together)
@@ -98,7 +98,7 @@ def _ranges(chain: UniformChain, x: Tensor, turn: _Turn, d: int, size: int) -> t
 def search(
     quantizer: VectorQuantizer, y: Float[Tensor, "*lead tokens dim"]
 ) -> tuple[Parts, Float[Tensor, "*lead tokens 1"] | None]:
-    """Codes and gains of `y` (fp32), see `searched`."""
+    """Codes and gains of `y` (fp32), see `parts_of_search`."""
     vectors = y.reshape(-1, 8).contiguous()
     codes = torch.empty(quantizer.bits, len(vectors), dtype=torch.uint8, device=y.device)
     scores = torch.empty(len(vectors), device=y.device)
@@ -106,11 +106,11 @@ def search(
     triton_encode.search[(triton.cdiv(len(vectors), VECTORS),)](
         vectors, columns, codes[0], codes[-1], scores, len(vectors), quantizer.bits == 2, VECTORS
     )
-    return searched(quantizer, y, codes, scores)
+    return parts_of_search(quantizer, y, codes, scores)
 
 
 @dataclass(frozen=True)
-class _Turn:
+class _Transform:
     """Rotation and norm as kernels take them: signs in the states' dtype, times `root`; any other matrix in fp32."""
 
     rotated: bool
@@ -119,31 +119,32 @@ class _Turn:
     norm_root: float
 
     @staticmethod
-    def of(chain: UniformChain, x: Tensor) -> _Turn:
+    def of(chain: UniformChain, x: Tensor) -> _Transform:
         dim = x.shape[-1]
         norm_root = dim**0.5 if chain.rms else 1.0
         if chain.rotation is None:
-            return _Turn(False, x, 1.0, norm_root)
+            return _Transform(False, x, 1.0, norm_root)
         if chain.signs:
-            return _Turn(True, _signs(chain, dim, x.dtype, x.device), dim**-0.5, norm_root)
+            return _Transform(True, _sign_matrix(chain, dim, x.dtype, x.device), dim**-0.5, norm_root)
         matrix = chain.matrix(dim, torch.empty(0, device=x.device))
         assert matrix is not None
-        return _Turn(True, matrix.contiguous(), 1.0, norm_root)
+        return _Transform(True, matrix.contiguous(), 1.0, norm_root)
 
 
 @functools.lru_cache(maxsize=64)
-def _signs(chain: UniformChain, dim: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+def _sign_matrix(chain: UniformChain, dim: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     matrix = chain.matrix(dim, torch.empty(0, device=device))
     assert matrix is not None
     return matrix.sign().to(dtype).contiguous()
 
 
-def _inner(matrix: Tensor, d: int) -> int:
+def _rows_at_once(matrix: Tensor, d: int) -> int:
     """Rows of a rotation that a program multiplies by at a time."""
     return min(d, max(16, SHARED // (d * matrix.element_size())))
 
 
-def _kind(chain: UniformChain) -> int:
+def _grid_kind(chain: UniformChain) -> int:
+    """The number in `triton_loops` of how a group's lowest value is stored: fp16, integer zero point or none."""
     if chain.quantizer.symmetric:
         return triton_loops.SYMMETRIC
     return getattr(triton_loops, chain.quantizer.zero_point.upper())

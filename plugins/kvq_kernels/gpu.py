@@ -62,7 +62,7 @@ class _Side:
     shifts: triton_loops.Shifts | None
 
 
-def unfit(states: PackedStates) -> str | None:
+def unfit_reason(states: PackedStates) -> str | None:
     """The reason why these kernels cannot read a side; None: they can."""
     if states.codec is None or not states.packed:
         return "nothing is packed"
@@ -76,10 +76,10 @@ def unfit(states: PackedStates) -> str | None:
         return f"{name} of {quantizer.bits} bits has no Triton kernel"
     if len(chain.shifts) > 1:
         return f"{len(chain.shifts)} shifts have no Triton kernel"
-    return _unfit_run(chain, quantizer, states.packed[0].runs[0])
+    return _unfit_run_reason(chain, quantizer, states.packed[0].runs[0])
 
 
-def _unfit_run(chain: LinearChain, quantizer: Quantizer, run: BlockRun) -> str | None:
+def _unfit_run_reason(chain: LinearChain, quantizer: Quantizer, run: BlockRun) -> str | None:
     if not continues(run, quantizer):
         return f"blocks of {run.tokens} tokens do not continue each other"
     if chain.shifts and run.count > 1 and run.tokens % TILE:
@@ -92,14 +92,14 @@ def _unfit_run(chain: LinearChain, quantizer: Quantizer, run: BlockRun) -> str |
 
 def _sides(states: PackedStates, mixed: bool) -> Iterator[_Side]:
     """The runs of the packed prefix, up to the first that the kernels do not support; `mixed`: of values."""
-    reason = unfit(states)
+    reason = unfit_reason(states)
     if reason is not None:
         raise Unsupported(f"cache.attention=packed: {reason}")
     assert states.codec is not None
     chain, quantizer = linear_chain_of(states.codec), states.codec.quantizer
     for packed in states.packed:
         for run, views in packed.by_run():
-            if _unfit_run(chain, quantizer, run) is not None:
+            if _unfit_run_reason(chain, quantizer, run) is not None:
                 return
             # Rows are contiguous in a cache; the output of a codec need not be.
             parts = {name: part if part[0, 0].is_contiguous() else part.contiguous() for name, part in views.items()}
@@ -222,7 +222,7 @@ def attend(
     q = query.float().reshape(batch, heads, -1, dim).contiguous()
     group, half = q.shape[2], query.dtype is not torch.float32
     packed = sum(tokens for *_, tokens in launches)
-    rest_k, rest_v = (_behind(states, packed, query.dtype) for states in (keys, values))
+    rest_k, rest_v = (_tokens_from(states, packed, query.dtype) for states in (keys, values))
     rest = rest_k.shape[2]
     if per_split is None:
         per_split = max(TILE, triton.cdiv(triton.cdiv(packed * batch * heads, _PROGRAMS), TILE) * TILE)
@@ -254,7 +254,7 @@ def attend(
     return out.reshape(batch, query.shape[1], 1, dim).to(query.dtype)
 
 
-def _behind(states: PackedStates, start: int, dtype: torch.dtype) -> Tensor:
+def _tokens_from(states: PackedStates, start: int, dtype: torch.dtype) -> Tensor:
     """Tokens from `start` on in full precision; packed ones among them, about as many as a residual, are decoded."""
     parts, at = [], 0
     for packed in states.packed:

@@ -20,21 +20,21 @@ FP16_TINY = tl.constexpr(2.0**-24)
 
 @triton.jit
 @no_type_check
-def _rounded(x):
+def _round(x):
     """Round to integers, halves to even; numbers of 2^22 and more are unchanged."""
     return tl.where(tl.abs(x) < 4194304.0, (x + EVEN) - EVEN, x)
 
 
 @triton.jit
 @no_type_check
-def _half(x):
+def _to_fp16(x):
     """Cast to fp16, saturating, as statistics are stored."""
     return tl.minimum(tl.maximum(x, -HALF_MAX), HALF_MAX).to(tl.float16)
 
 
 @triton.jit
 @no_type_check
-def _turned(
+def _transform(
     x, matrix, offsets, inside, dim, root, norm_root,
     rotated: tl.constexpr, signs: tl.constexpr, normed: tl.constexpr, n: tl.constexpr, d: tl.constexpr, k: tl.constexpr,
 ):  # fmt: skip
@@ -72,7 +72,7 @@ def _turned(
 @triton.jit
 @no_type_check
 def _grid(low, high, clip, levels, kind: tl.constexpr):
-    """Step, base and zero that choose codes, and the step and minimum to store (`kvq_kernels.uniform_chain.grids`)."""
+    """Step, base and zero that choose codes, and the step and minimum to store (`uniform_chain.fit_grids`)."""
     if kind == 2:
         step = tl.div_rn(tl.maximum(tl.abs(low), tl.abs(high)) * clip, levels)
         base, zero, used = low * 0.0, low * 0.0 + levels, tl.where(step == 0, 1.0, step)
@@ -86,27 +86,28 @@ def _grid(low, high, clip, levels, kind: tl.constexpr):
             # The next power of two, from the bits of the number.
             up = ((least.to(tl.int32, bitcast=True) + 0x7FFFFF) & 0x7F800000).to(tl.float32, bitcast=True)
             step = tl.maximum(tl.where(step < least, up, step), FP16_TINY)
-            base, zero, used = low * 0.0, _rounded(tl.div_rn(-low, step)), step
+            base, zero, used = low * 0.0, _round(tl.div_rn(-low, step)), step
     return used, base, zero, step, low
 
 
 @triton.jit
 @no_type_check
 def _store_grid(scale, low_at, where, mask, step, low, zero, kind: tl.constexpr):
-    tl.store(scale + where, _half(step), mask=mask)
+    """Store the steps of groups in fp16, and their lowest values in fp16 (kind 0) or zero points in int16 (kind 1)."""
+    tl.store(scale + where, _to_fp16(step), mask=mask)
     if kind == 0:
-        tl.store(low_at + where, _half(low), mask=mask)
+        tl.store(low_at + where, _to_fp16(low), mask=mask)
     if kind == 1:
         tl.store(low_at + where, zero.to(tl.int16), mask=mask)
 
 
 @triton.jit
 @no_type_check
-def _read_as(codes, step, low, zero, kind: tl.constexpr):
+def _decode(codes, step, low, zero, kind: tl.constexpr):
     """Decoded values of codes, from the stored statistics."""
-    scale = _half(step).to(tl.float32)
+    scale = _to_fp16(step).to(tl.float32)
     if kind == 0:
-        return codes * scale + _half(low).to(tl.float32)
+        return codes * scale + _to_fp16(low).to(tl.float32)
     return (codes - zero) * scale
 
 
@@ -145,9 +146,9 @@ def _channel_codes(
     # Of the tiles of a group the first stores its statistics.
     columns = tl.where(first // size * size == first, dim, 0)
     _store_grid(scale, low_at, where, channels < columns, step, least, zero, kind)
-    codes = _rounded(tl.div_rn(y - base[None, :], used[None, :])) + zero[None, :]
+    codes = _round(tl.div_rn(y - base[None, :], used[None, :])) + zero[None, :]
     codes = tl.minimum(tl.maximum(codes, 0.0), top)
-    return codes, _read_as(codes, step[None, :], least[None, :], zero[None, :], kind)
+    return codes, _decode(codes, step[None, :], least[None, :], zero[None, :], kind)
 
 
 @triton.jit
@@ -156,7 +157,7 @@ def _token_codes(
     y, inside, line, scale, low_at, groups, clip, levels, top, dim,
     kind: tl.constexpr, span: tl.constexpr, n: tl.constexpr, d: tl.constexpr,
 ):  # fmt: skip
-    """The same by statistics per token and `span` channels; `line` is the tile's first token."""
+    """Codes of a tile and their decoded values, by statistics per token and `span` channels, from token `line` on."""
     parts = tl.reshape(y, (n, d // span, span))
     there = tl.reshape(tl.broadcast_to(tl.arange(0, d)[None, :] < dim, (n, d)), (n, d // span, span))
     low = tl.min(tl.where(there, parts, float("inf")), 2)
@@ -166,15 +167,15 @@ def _token_codes(
     used, base, zero, step, least = _grid(low, high, clip, levels, kind)
     where = (line + tl.arange(0, n))[:, None] * groups + group
     _store_grid(scale, low_at, where, inside[:, None] & (group < groups), step, least, zero, kind)
-    codes = _rounded(tl.div_rn(parts - base[:, :, None], used[:, :, None])) + zero[:, :, None]
+    codes = _round(tl.div_rn(parts - base[:, :, None], used[:, :, None])) + zero[:, :, None]
     codes = tl.minimum(tl.maximum(codes, 0.0), top)
-    read = _read_as(codes, step[:, :, None], least[:, :, None], zero[:, :, None], kind)
+    read = _decode(codes, step[:, :, None], least[:, :, None], zero[:, :, None], kind)
     return tl.reshape(codes, (n, d)), tl.reshape(read, (n, d))
 
 
 @triton.jit
 @no_type_check
-def _gained(y, read, norms, fits, gain: tl.constexpr):
+def _gains(y, read, norms, fits, gain: tl.constexpr):
     """The factor of each token, 1 where its denominator is zero."""
     y, read = tl.where(fits, y, 0.0), tl.where(fits, read, 0.0)
     if gain == 1:  # l2
@@ -201,7 +202,7 @@ def ranges(
     near, channels = tile * n + tl.arange(0, n), tl.arange(0, d)
     inside = near < tokens
     start = x + b * x_b + h * x_h + block.to(tl.int64) * x_n
-    y, _ = _turned(
+    y, _ = _transform(
         start, matrix, near.to(tl.int64) * x_t, inside, dim, root, norm_root, rotated, signs, normed, n, d, k
     )
     at = ((place.to(tl.int64) * blocks + block) * tiles + tile) * dim + channels
@@ -230,7 +231,7 @@ def encode_tile(
     inside = (near < step_n) & (first + near < tokens)
     fits = inside[:, None] & (channels[None, :] < dim)
     start = x + b * x_b + h * x_h + block.to(tl.int64) * x_n
-    y, norms = _turned(
+    y, norms = _transform(
         start, matrix, (first + near).to(tl.int64) * x_t, inside, dim, root, norm_root,
         rotated, signs, normed, n, d, k,
     )  # fmt: skip
@@ -245,10 +246,10 @@ def encode_tile(
             y, inside, line * tokens + first, scale, low_at, groups, clip, levels, top, dim, kind, span, n, d
         )
     if gain > 0:
-        factor = _gained(y, read, norms, fits, gain)
+        factor = _gains(y, read, norms, fits, gain)
         norms = norms * factor if normed else factor
     if normed or gain > 0:
-        tl.store(norm_at + line * tokens + first + near, _half(norms), mask=inside)
+        tl.store(norm_at + line * tokens + first + near, _to_fp16(norms), mask=inside)
     whole = tl.where(fits, codes, 0.0).to(tl.int32)
     left = tl.minimum(step_n, tokens - first)
     _pack(whole, p0, line, first, left, tokens, dim, 0, w0, n, d)

@@ -120,7 +120,7 @@ def _grid(scale, low, offsets, mask, kind: tl.constexpr, top: tl.constexpr):
 
 @triton.jit
 @no_type_check
-def _decoded(
+def _decode(
     side, token, tokens, channels, dim: tl.constexpr, w0: tl.constexpr, w1: tl.constexpr, w2: tl.constexpr,
     kind: tl.constexpr, top: tl.constexpr, n: tl.constexpr, d: tl.constexpr,
 ):  # fmt: skip
@@ -154,13 +154,13 @@ def _scores(
         out = tl.dot((q * step[None, :]).to(number), tl.trans(codes.to(number)), input_precision="ieee")
         return out + tl.sum(q * least[None, :], 1)[:, None]
     else:
-        keys = _decoded(side, token, tokens, channels, dim, w0, w1, w2, kind, top, n, d)
+        keys = _decode(side, token, tokens, channels, dim, w0, w1, w2, kind, top, n, d)
         return tl.dot(q.to(number), tl.trans(keys.to(number)), input_precision="ieee")
 
 
 @triton.jit
 @no_type_check
-def _mixed(
+def _mix(
     weights, side, token, tokens, channels, dim: tl.constexpr, w0: tl.constexpr, w1: tl.constexpr, w2: tl.constexpr,
     per_channel: tl.constexpr, kind: tl.constexpr, top: tl.constexpr,
     n: tl.constexpr, d: tl.constexpr, half: tl.constexpr,
@@ -173,13 +173,13 @@ def _mixed(
         out = tl.dot(weights.to(number), codes.to(number), input_precision="ieee") * step[None, :]
         return out + tl.sum(weights, 1)[:, None] * least[None, :]
     else:
-        values = _decoded(side, token, tokens, channels, dim, w0, w1, w2, kind, top, n, d)
+        values = _decode(side, token, tokens, channels, dim, w0, w1, w2, kind, top, n, d)
         return tl.dot(weights.to(number), values.to(number), input_precision="ieee")
 
 
 @triton.jit
 @no_type_check
-def _shifted(weights, shifts, near, token, tokens, channels, dim):
+def _mix_shift(weights, shifts, near, token, tokens, channels, dim):
     """Weighted sums of the shift of a tile's block."""
     factors = tl.load(shifts.factors + near, mask=near < tokens, other=0.0)
     vector = tl.load(shifts.vectors + token // shifts.length * dim + channels, mask=channels < dim, other=0.0)
@@ -188,7 +188,7 @@ def _shifted(weights, shifts, near, token, tokens, channels, dim):
 
 @triton.jit
 @no_type_check
-def _placed(side, b, h):
+def _at_head(side, b, h):
     """A side at one batch entry and head."""
     strides = side.strides
     grid = b * strides[6] + h * strides[7]
@@ -202,7 +202,7 @@ def _placed(side, b, h):
 
 @triton.jit
 @no_type_check
-def _joined(top, total, scores, seen, softcap, capped: tl.constexpr):
+def _update_softmax(top, total, scores, seen, softcap, capped: tl.constexpr):
     """New maximum, sum of weights, the factor that rescales earlier sums, and the weights of these scores."""
     if capped:
         scores = softcap * (1 - 2 / (tl.exp(2 * scores / softcap) + 1))
@@ -215,7 +215,7 @@ def _joined(top, total, scores, seen, softcap, capped: tl.constexpr):
 
 @triton.jit
 @no_type_check
-def _rest(
+def _attend_full(
     q, keys, values, top, total, sums, tokens, hidden, channels, dim, scaling, softcap,
     capped: tl.constexpr, n: tl.constexpr, half: tl.constexpr,
 ):  # fmt: skip
@@ -229,7 +229,9 @@ def _rest(
             q.to(number), tl.trans(tl.load(keys + where, mask=fits, other=0.0).to(number)), input_precision="ieee"
         )
         scores *= scaling
-        top, total, shrink, weights = _joined(top, total, scores, (near >= hidden) & (near < tokens), softcap, capped)
+        top, total, shrink, weights = _update_softmax(
+            top, total, scores, (near >= hidden) & (near < tokens), softcap, capped
+        )
         read = tl.load(values + where, mask=fits, other=0.0).to(number)
         sums = sums * shrink[:, None] + tl.dot(weights.to(number), read, input_precision="ieee")
     return top, total, sums
@@ -262,7 +264,7 @@ def attend_split(
     sums = tl.zeros((rows, d), tl.float32)
     if split < packed_splits:
         q = tl.load(q_rotated + at, mask=seen, other=0.0)
-        k, v, strides = _placed(keys, b, h), _placed(values, b, h), v_shifts.strides
+        k, v, strides = _at_head(keys, b, h), _at_head(values, b, h), v_shifts.strides
         moves = k_shift + (place.to(tl.int64) * group + queries[:, None]) * prefix + start
         shifts = Shifts(
             v_shifts.vectors + b * strides[0] + h * strides[1], v_shifts.factors + b * strides[2] + h * strides[3],
@@ -276,20 +278,18 @@ def attend_split(
             if shifted_k:
                 there = (queries[:, None] < group) & (near[None, :] < tokens)
                 scores += tl.load(moves + near[None, :], mask=there, other=0.0)
-            top, total, shrink, weights = _joined(
+            top, total, shrink, weights = _update_softmax(
                 top, total, scores * scaling, (near + start >= first) & (near < tokens), softcap, capped
             )
             sums *= shrink[:, None]
             if shifted_v:
-                sums += _shifted(weights, shifts, near, token, tokens, channels, dim)
+                sums += _mix_shift(weights, shifts, near, token, tokens, channels, dim)
             if normed_v:
                 weights *= tl.load(v.norms + near, mask=near < tokens, other=0.0)[None, :]
-            sums += _mixed(
-                weights, v, token, tokens, channels, dim, vw0, vw1, vw2, v_channel, v_kind, v_top, n, d, half
-            )
+            sums += _mix(weights, v, token, tokens, channels, dim, vw0, vw1, vw2, v_channel, v_kind, v_top, n, d, half)
     else:
         strides = full.strides
-        top, total, sums = _rest(
+        top, total, sums = _attend_full(
             tl.load(q_plain + at, mask=seen, other=0.0),
             full.k + b * strides[0] + h * strides[1], full.v + b * strides[2] + h * strides[3],
             top, total, sums, rest, first - start - tokens, channels, dim, scaling, softcap, capped, n, half,

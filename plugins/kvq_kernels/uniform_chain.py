@@ -106,7 +106,7 @@ class Grids:
     scale: Tensor
 
 
-def grids(quantizer: UniformQuantizer, low: Tensor, high: Tensor) -> Grids:
+def fit_grids(quantizer: UniformQuantizer, low: Tensor, high: Tensor) -> Grids:
     """The statistics of groups between `low` and `high` (fp32), by the formulas of `UniformQuantizer`."""
     nothing = torch.zeros_like(low)
     if quantizer.symmetric:
@@ -139,7 +139,7 @@ def gain_of(gain: Gain, xx: Tensor, xh: Tensor, hh: Tensor) -> Tensor:
     return torch.where(bottom == 0, torch.ones_like(top), top / bottom.masked_fill(bottom == 0, 1))
 
 
-def searched(
+def parts_of_search(
     quantizer: VectorQuantizer,
     y: Float[Tensor, "*lead tokens dim"],
     codes: UInt8[Tensor, "planes vectors"],

@@ -27,8 +27,8 @@ from kvq.results import Record, Store
 from kvq.results.presets import model_path, part_of
 from kvq.results.statistics import fewest_to_differ
 from kvq.tasks.memory import check_shapes_suffice, rows_of
-from kvq_lab.leaderboard import is_of_decoding
-from kvq_lab.words import answered, given_words, number
+from kvq_lab.leaderboard import is_decoding_table
+from kvq_lab.words import parse_number, parse_words, run_command
 
 MOST = 3
 """Choices that are printed."""
@@ -78,7 +78,7 @@ class Recommendation:
     elsewhere: tuple[str, ...] = ()
 
 
-def question_of(words: Sequence[str]) -> Question:
+def parse_question(words: Sequence[str]) -> Question:
     """The question of a command line.
 
     Raises:
@@ -86,7 +86,7 @@ def question_of(words: Sequence[str]) -> Question:
     """
     model = [word for word in words if word.startswith(("model=", "model."))]
     names = ("model", "context", "engine", "memory", "loss", "batch", "results")
-    given = given_words([word for word in words if word not in model], names, bounds=True)
+    given = parse_words([word for word in words if word not in model], names, bounds=True)
     if not model or "context" not in given:
         raise ConfigError("recommend: needs model=NAME and context=TOKENS; --help says the rest")
     engine = given.get("engine")
@@ -94,36 +94,37 @@ def question_of(words: Sequence[str]) -> Question:
         raise ConfigError(f"engine={engine}: one of {', '.join(BY_ENGINE)}")
     return Question(
         tuple(model),
-        count_of("context", given["context"]),
+        parse_count("context", given["context"]),
         engine,
-        size_of(given["memory"]) if "memory" in given else None,
-        _positive("loss", given["loss"]) if "loss" in given else None,
-        count_of("batch", given.get("batch", "1")),
+        parse_size(given["memory"]) if "memory" in given else None,
+        _parse_amount("loss", given["loss"]) if "loss" in given else None,
+        parse_count("batch", given.get("batch", "1")),
         Path(given.get("results", "results")),
     )
 
 
-def count_of(name: str, text: str) -> int:
-    """The count that a word of the command line gives."""
+def parse_count(name: str, text: str) -> int:
+    """A whole number from 1 up. Raises: ConfigError: `text` is none."""
     if not text.isdecimal() or not 1 <= int(text) < 10**9:
         raise ConfigError(f"{name}={text}: a whole number, at least 1")
     return int(text)
 
 
-def _positive(name: str, text: str) -> float:
-    return number(name, text, "a number, at least 0", lambda value: 0 <= value < float("inf"))
+def _parse_amount(name: str, text: str) -> float:
+    """A number of at least 0. Raises: ConfigError: `text` is none."""
+    return parse_number(name, text, "a number, at least 0", lambda value: 0 <= value < float("inf"))
 
 
-def size_of(text: str) -> float:
+def parse_size(text: str) -> float:
     """The bytes that `512MiB` or `4GiB` stands for."""
     found = re.fullmatch(r"([0-9.]+)\s*([kmgt]?)(i?b)?", text.lower())
     if not found:
         raise ConfigError(f"memory={text}: a size such as 512MiB or 4GiB")
-    return _positive("memory", found[1]) * _UNITS[found[2]]
+    return _parse_amount("memory", found[1]) * _UNITS[found[2]]
 
 
-def family(model: str) -> str:
-    """What models of a family share of their names: the letters before the first number."""
+def name_prefix(model: str) -> str:
+    """The letters of a model's name before the first number, which models of a family share."""
     return re.match(r"[a-z]*", model.lower())[0]  # type: ignore[index]
 
 
@@ -145,40 +146,40 @@ class Advisor:
         Raises:
             RecordError: no run of a format that may be chosen is on record.
         """
-        nearest, *others = [[row for row in rows if self._fits(row.record)] for rows in self._evidence()]
+        nearest, *others = [[row for row in rows if self._fits(row.record)] for rows in self._nearest_tables()]
         rows = {row.record.key: row for row in nearest}
-        found = self._ranked([row.record for row in nearest])
-        elsewhere = [self._ranked([row.record for row in table]) for table in others]
+        found = self._rank([row.record for row in nearest])
+        elsewhere = [self._rank([row.record for row in table]) for table in others]
         chosen = found[:MOST] if self.question.loss is not None else found[: -MOST - 1 : -1]
         return [
             Recommendation(
                 rows[one.key],
-                self._bytes_of(one) or 0.0,
-                self.tables_of(one) or 0.0,
-                self._line(one),
-                self._rests_on(one),
+                self._total_bytes(one) or 0.0,
+                self.table_bytes(one) or 0.0,
+                self._command_line(one),
+                self._evidence_of(one),
                 tuple(map(self._compare, itertools.repeat(one), others, elsewhere)),
             )
             for one in chosen
         ]
 
-    def _ranked(self, records: Sequence[Record]) -> list[Record]:
+    def _rank(self, records: Sequence[Record]) -> list[Record]:
         """Runs, smallest first, each of which is better than the smaller one before it beyond noise.
 
         Judged are those that no run of at most their bytes undercuts: among all pairs of a long table a correction for
         their number leaves no difference standing.
         """
-        sized = [(size, record) for record in records if (size := self._bytes_of(record))]
+        sized = [(size, record) for record in records if (size := self._total_bytes(record))]
         of_frontier: list[Record] = []
         for _, record in sorted(sized, key=lambda pair: (pair[0], pair[1].metrics["delta_nll"], pair[1].key)):
             if not of_frontier or record.metrics["delta_nll"] <= of_frontier[-1].metrics["delta_nll"]:
                 of_frontier.append(record)
         if len(of_frontier) < 2:
             return of_frontier
-        return unbeaten(of_frontier, Verdicts(of_frontier, self._comparisons), self._bytes_of)
+        return unbeaten(of_frontier, Verdicts(of_frontier, self._comparisons), self._total_bytes)
 
     def _fits(self, record: Record) -> bool:
-        memory, loss, size = self.question.memory, self.question.loss, self._bytes_of(record)
+        memory, loss, size = self.question.memory, self.question.loss, self._total_bytes(record)
         fits = size is not None and (memory is None or size <= memory)
         return fits and (loss is None or record.metrics["delta_nll"] <= loss)
 
@@ -190,7 +191,7 @@ class Advisor:
         losses = self._comparisons.losses(row.record)
         return losses is not None and len(losses.windows) >= fewest_to_differ()
 
-    def _evidence(self) -> list[list[Row]]:
+    def _nearest_tables(self) -> list[list[Row]]:
         """Formats of the nearest table of decoding: of this model, its family, a real model, any other.
 
         Where none is of this model or its family, the largest table of each other real model comes after it.
@@ -201,10 +202,10 @@ class Advisor:
 
         def nearness(rows: list[Row]) -> tuple[int, int]:
             model = rows[0].record.model
-            ranks = (model == self.model.name, family(model) == family(self.model.name), _is_real(rows))
+            ranks = (model == self.model.name, name_prefix(model) == name_prefix(self.model.name), _is_real(rows))
             return ranks.index(True) if any(ranks) else len(ranks), -len(rows)
 
-        tables = [table.rows for table in build_tables(self.store).tables if is_of_decoding(table)]
+        tables = [table.rows for table in build_tables(self.store).tables if is_decoding_table(table)]
         found = [own for rows in tables if (own := [row for row in rows if self._is_candidate(row)])]
         if not found:
             engine = self.question.engine
@@ -222,44 +223,47 @@ class Advisor:
         """What another model's table says of a choice: its loss there, and what is better there at no more bytes."""
         if not table:
             return "nothing that fits is measured on the other real model"
-        same = next((row for row in table if _name(row.record) == _name(record)), None)
-        model, size = table[0].record.model, self._bytes_of(record) or 0.0
+        same = next((row for row in table if _preset(row.record) == _preset(record)), None)
+        model, size = table[0].record.model, self._total_bytes(record) or 0.0
         if same is None:
             return f"not measured on {model}"
         words = f"on {model} it loses {same.record.metrics['delta_nll']:+.4f}"
-        better = [one for one in ranked if (self._bytes_of(one) or 0.0) <= size and _name(one) != _name(record)]
-        if not better or any(_name(one) == _name(record) for one in ranked):
+        better = [one for one in ranked if (self._total_bytes(one) or 0.0) <= size and _preset(one) != _preset(record)]
+        if not better or any(_preset(one) == _preset(record) for one in ranked):
             return words
         best = better[-1]
-        return f"{words}, {' '.join(_name(best)).strip()} {best.metrics['delta_nll']:+.4f} in at most its bytes"
+        return f"{words}, {' '.join(_preset(best)).strip()} {best.metrics['delta_nll']:+.4f} in at most its bytes"
 
-    def _bytes_of(self, record: Record) -> float | None:
-        """Of all sequences, with the tables of a calibration, which they share."""
-        size, tables = bytes_of(self.shape, record.method, record.bits, self.question.context), self.tables_of(record)
+    def _total_bytes(self, record: Record) -> float | None:
+        """Bytes of the cache of all sequences, and of the tables of a calibration, which they share."""
+        tables = self.table_bytes(record)
+        size = cache_bytes(self.shape, record.method, record.bits, self.question.context)
         if size is None and "bits_per_element" in record.metrics:  # bits that no closed form has, as measured
-            size = elements_of(self.shape) * self.question.context * record.metrics["bits_per_element"] / 8
+            size = token_elements(self.shape) * self.question.context * record.metrics["bits_per_element"] / 8
         return None if size is None or tables is None else size * self.question.batch + tables
 
-    def tables_of(self, record: Record) -> float | None:
+    def table_bytes(self, record: Record) -> float | None:
         """Bytes of a run's tables at the shape of the question's model; None: they cannot be told."""
         if not record.metrics.get("calibration_bytes"):
             return 0.0
         try:
-            return tables_at(record, cache_shape(composed((f"model={record.model}",)).model), self.shape)
+            return table_bytes_at(record, cache_shape(composed((f"model={record.model}",)).model), self.shape)
         except COMPOSE_ERRORS:
             return None
 
-    def _line(self, record: Record) -> str:
+    def _command_line(self, record: Record) -> str:
+        """The line to paste: the engine's command, or a run of kvq."""
         bits = [f"bits={record.bits}"] if record.bits else []
         serve = resolve(compose([f"method={record.method}", *bits])).method.serve
         return serve or " ".join(["python run.py", *self.question.model, f"method={record.method}", *bits])
 
-    def _rests_on(self, record: Record) -> str:
+    def _evidence_of(self, record: Record) -> str:
+        """On which model, and by what, a record was measured, in words."""
         engine = record.provenance.engine
         how = "in the engine itself" if engine else "by preset, in transformers"
         if record.model == self.model.name:
             return f"{_OWN}, {how}"
-        if family(record.model) == family(self.model.name):
+        if name_prefix(record.model) == name_prefix(self.model.name):
             return f"measured on another model of this family ({record.model}), {how}"
         return f"measured on {record.model} only: a small model; measure yours, {how}"
 
@@ -268,7 +272,8 @@ def _is_real(rows: Sequence[Row]) -> bool:
     return not model_path(rows[0].record.model).startswith(EMBEDDED)
 
 
-def _name(record: Record) -> tuple[str, str]:
+def _preset(record: Record) -> tuple[str, str]:
+    """Method and bits of a record."""
     return record.method, record.bits
 
 
@@ -279,7 +284,7 @@ def _config_of(name: str, bits: str) -> Config:
 
 
 @functools.lru_cache(maxsize=1024)
-def bytes_of(shape: CacheShape, name: str, bits: str, context: int) -> float | None:
+def cache_bytes(shape: CacheShape, name: str, bits: str, context: int) -> float | None:
     """Bytes of a method's cache of one sequence; None: they do not follow from the shape of the model."""
     try:
         method = method_of(_config_of(name, bits), *shape.head_dims)
@@ -289,12 +294,12 @@ def bytes_of(shape: CacheShape, name: str, bits: str, context: int) -> float | N
         return None
 
 
-def elements_of(shape: CacheShape) -> int:
-    """Numbers of keys and values that a token has in all layers."""
+def token_elements(shape: CacheShape) -> int:
+    """How many numbers the keys and values of one token are, in all layers."""
     return sum(kind.count * kind.heads * (kind.dim("key") + kind.dim("value")) for kind in shape.layers)
 
 
-def tables_at(record: Record, own: CacheShape, other: CacheShape) -> float:
+def table_bytes_at(record: Record, own: CacheShape, other: CacheShape) -> float:
     """Bytes of a run's calibrated tables at the shape of another model, counted from those at its `own`.
 
     Codebooks grow with the channels of all layers. Matrices, which stages have, grow also with the channels that they
@@ -306,19 +311,19 @@ def tables_at(record: Record, own: CacheShape, other: CacheShape) -> float:
 
     def joins(shape: CacheShape) -> float:
         if any(stage.get("layers") == "all" for stage in joined):
-            return elements_of(shape)
+            return token_elements(shape)
         heads = next((stage["heads_together"] for stage in joined if stage.get("heads_together")), None)
         return max(kind.head_dim * min(heads or kind.heads, kind.heads) for kind in shape.layers)
 
-    return size * elements_of(other) / elements_of(own) * (joins(other) / joins(own) if joined else 1.0)
+    return size * token_elements(other) / token_elements(own) * (joins(other) / joins(own) if joined else 1.0)
 
 
-def full_bytes(shape: CacheShape, context: int, batch: int) -> float:
+def fp16_bytes(shape: CacheShape, context: int, batch: int) -> float:
     """Bytes of the cache of `batch` sequences of `context` tokens in fp16."""
-    return (bytes_of(shape, "fp16", "", context) or 0.0) * batch
+    return (cache_bytes(shape, "fp16", "", context) or 0.0) * batch
 
 
-def shown(choice: Recommendation, place: int, full: float) -> str:
+def recommendation_text(choice: Recommendation, place: int, full: float) -> str:
     """The text of a recommendation, in four lines and one for each other real model."""
     metrics, record = choice.row.record.metrics, choice.row.record
     error = metrics.get("delta_nll_se")
@@ -326,13 +331,13 @@ def shown(choice: Recommendation, place: int, full: float) -> str:
     tail = f", KL of one token in a thousand at least {metrics['kl_p999']:.2f}" if "kl_p999" in metrics else ""
     noise = "; within noise of full precision" if choice.row.within_noise else ""
     name = f"{choice.row.name} {record.bits}".strip()
-    tables = f", tables of {readable(choice.tables)} once for all sequences included" if choice.tables else ""
+    tables = f", tables of {format_bytes(choice.tables)} once for all sequences included" if choice.tables else ""
     own = choice.row.pays is not None and choice.evidence.startswith(_OWN)
     pays = f"; tables pay from tokens in flight: {choice.row.pays_text}" if own else ""
     return "\n".join(
         (
             f"{place}. {name}: {choice.line}",
-            f"   {readable(choice.bytes)}, {full / choice.bytes:.1f} times less than fp16{tables}{pays}",
+            f"   {format_bytes(choice.bytes)}, {full / choice.bytes:.1f} times less than fp16{tables}{pays}",
             f"   loss {loss} nats per token{tail}{noise}",
             f"   {choice.evidence}; {record.dataset}, {metrics.get('windows', 0):.0f} windows",
             *(f"   {words}" for words in choice.elsewhere),
@@ -340,7 +345,7 @@ def shown(choice: Recommendation, place: int, full: float) -> str:
     )
 
 
-def readable(size: float) -> str:
+def format_bytes(size: float) -> str:
     """A number of bytes in the largest unit of which there is at least one."""
     for unit in ("bytes", "KiB", "MiB", "GiB"):
         if size < 1024 or unit == "GiB":
@@ -349,17 +354,17 @@ def readable(size: float) -> str:
     return f"{size:,.0f} {unit}" if unit == "bytes" else f"{size:,.1f} {unit}"
 
 
-def _answer(words: list[str]) -> int:
-    question = question_of(words)
+def _recommend(words: list[str]) -> int:
+    question = parse_question(words)
     advisor = Advisor(question)
-    found, full = advisor.choices(), full_bytes(advisor.shape, question.context, question.batch)
-    about = f"{advisor.model.name}, {question.batch} x {question.context:,} tokens, fp16 {readable(full)}"
+    found, full = advisor.choices(), fp16_bytes(advisor.shape, question.context, question.batch)
+    about = f"{advisor.model.name}, {question.batch} x {question.context:,} tokens, fp16 {format_bytes(full)}"
     if not found:
         print(f"{about}: nothing on record fits; more memory, a shorter context or a larger loss is needed")
         return 1
     print(about)
     for place, choice in enumerate(found, 1):
-        print(printable(shown(choice, place, full)))
+        print(printable(recommendation_text(choice, place, full)))
     if any(choice.elsewhere for choice in found):
         yours = " ".join(question.model)
         print(f"Orders differ between models. On yours: kvq choose {yours}, or half a minute a method of its states:")
@@ -369,4 +374,4 @@ def _answer(words: list[str]) -> int:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print the choices and return 0; 1: there is none; 2: a question that cannot be answered."""
-    return answered(arguments, _USAGE.format(engines=", ".join(BY_ENGINE)), _answer, RecordError)
+    return run_command(arguments, _USAGE.format(engines=", ".join(BY_ENGINE)), _recommend, RecordError)

@@ -19,7 +19,7 @@ from kvq.errors import ConfigError, RecordError
 from kvq.report.labels import label
 from kvq.results import Record, Store
 from kvq.results.files import write_file
-from kvq_lab.words import answered, given_words, number
+from kvq_lab.words import parse_number, parse_words, run_command
 
 SIDES = ("key", "value")
 FULL = 16
@@ -68,7 +68,7 @@ class Costs:
         return sum(option.cost for option in chosen.values())
 
 
-def costs_of(records: Sequence[Record], store: Store, full: bool = True, heads: bool = False) -> Costs:
+def read_costs(records: Sequence[Record], store: Store, full: bool = True, heads: bool = False) -> Costs:
     """Costs from records of `task=sensitivity` of one method, one protocol, at several widths.
 
     How many numbers a place stores follows from its bytes and the bits per element of its side in all layers; heads of
@@ -110,7 +110,7 @@ def _places(rows: Sequence[Mapping[str, Any]], heads: bool) -> Iterator[tuple[Pl
         yield where, size / count[place] if heads else size, float(row["kl_mean"])
 
 
-def exact(costs: Costs, bits: float) -> dict[Place, Option]:
+def solve_exact(costs: Costs, bits: float) -> dict[Place, Option]:
     """The map of least cost within `bits`, by an integer program.
 
     Raises:
@@ -136,7 +136,7 @@ def exact(costs: Costs, bits: float) -> dict[Place, Option]:
     return {place: option for (place, option), taken in zip(flat, found.x, strict=True) if taken > 0.5}
 
 
-def greedy(costs: Costs, bits: float) -> dict[Place, Option]:
+def solve_greedy(costs: Costs, bits: float) -> dict[Place, Option]:
     """Widen the narrowest map greedily: each step saves most cost per byte, while it fits into `bits`."""
     chosen, budget = _narrowest(costs), bits * costs.numbers / 8
     while True:
@@ -153,7 +153,7 @@ def greedy(costs: Costs, bits: float) -> dict[Place, Option]:
         chosen[place] = option
 
 
-def uniform(costs: Costs, bits: float) -> dict[Place, Option] | None:
+def solve_uniform(costs: Costs, bits: float) -> dict[Place, Option] | None:
     """One width for all keys and one for all values: the pair of least cost within `bits`; None: none fits."""
     widths = sorted({option.width for options in costs.options.values() for option in options})
     maps = []
@@ -173,7 +173,7 @@ def _narrowest(costs: Costs) -> dict[Place, Option]:
     return {place: min(options, key=lambda option: option.bytes) for place, options in costs.options.items()}
 
 
-def preset_of(name: str, method: str, chosen: Mapping[Place, Option], note: str) -> str:
+def preset_text(name: str, method: str, chosen: Mapping[Place, Option], note: str) -> str:
     """The YAML of a preset that stores by a map."""
     layers = 1 + max(place[0] for place in chosen)
     quantized = [option.width for option in chosen.values() if option.width < FULL]
@@ -181,7 +181,7 @@ def preset_of(name: str, method: str, chosen: Mapping[Place, Option], note: str)
     found: dict[str, list[int | list[int]]] = {}
     whole: dict[str, list[int]] = {}
     for side in SIDES:
-        own = [_widths(chosen, layer, side) or [filler] for layer in range(layers)]
+        own = [_widths_at(chosen, layer, side) or [filler] for layer in range(layers)]
         whole[side] = [layer for layer, widths in enumerate(own) if set(widths) == {FULL}]
         kept = [[filler] if set(widths) == {FULL} else widths for widths in own]
         found[side] = [widths[0] if len(set(widths)) == 1 else widths for widths in kept]
@@ -195,12 +195,12 @@ def preset_of(name: str, method: str, chosen: Mapping[Place, Option], note: str)
     return yaml.safe_dump(fields, sort_keys=False, default_flow_style=None, width=120)
 
 
-def _widths(chosen: Mapping[Place, Option], layer: int, side: str) -> list[int]:
+def _widths_at(chosen: Mapping[Place, Option], layer: int, side: str) -> list[int]:
     """The width of a layer's side, or those of its heads."""
     return [option.width for place, option in sorted(chosen.items()) if place[:2] == (layer, side)]
 
 
-def records_of(store: Store, model: str, method: str, dataset: str | None, heads: bool = False) -> list[Record]:
+def find_records(store: Store, model: str, method: str, dataset: str | None, heads: bool = False) -> list[Record]:
     """Records of `task=sensitivity` of a model and a method, on one text.
 
     `heads`: those with costs of heads; else those without, or where there are none, with them.
@@ -231,12 +231,12 @@ def _has_heads(record: Record) -> bool:
     return bool(record.config["task"].get("heads"))
 
 
-def table_of(chosen: Mapping[Place, Option]) -> str:
+def map_text(chosen: Mapping[Place, Option]) -> str:
     """Widths of keys and of values, a digit or two per layer or `2/3/2` for its heads, in one line each."""
     lines = []
     for side in SIDES:
         layers = sorted({place[0] for place in chosen if place[1] == side})
-        own = ["/".join(map(str, _widths(chosen, layer, side))).rjust(2) for layer in layers]
+        own = ["/".join(map(str, _widths_at(chosen, layer, side))).rjust(2) for layer in layers]
         lines.append(f"{side + 's':7}" + " ".join(own))
     return "\n".join(lines)
 
@@ -244,8 +244,9 @@ def table_of(chosen: Mapping[Place, Option]) -> str:
 _NAMES = ("model", "method", "bits", "dataset", "full", "heads", "out", "results")
 
 
-def _given(words: Sequence[str]) -> dict[str, str]:
-    given = {"results": "results", "full": "true", "heads": "false"} | given_words(words, _NAMES)
+def _parse(words: Sequence[str]) -> dict[str, str]:
+    """The values of a command line by name, with defaults. Raises: ConfigError: one is missing or wrong."""
+    given = {"results": "results", "full": "true", "heads": "false"} | parse_words(words, _NAMES)
     for name in ("model", "method", "bits"):
         if name not in given:
             raise ConfigError(f"allocate: needs {name}=; --help says the rest")
@@ -255,25 +256,25 @@ def _given(words: Sequence[str]) -> dict[str, str]:
     return given
 
 
-def _answer(words: list[str]) -> int:
-    given = _given(words)
-    bits = number("bits", given["bits"], f"a number above 0 and up to {FULL}", lambda value: 0 < value <= FULL)
+def _allocate(words: list[str]) -> int:
+    given = _parse(words)
+    bits = parse_number("bits", given["bits"], f"a number above 0 and up to {FULL}", lambda value: 0 < value <= FULL)
     store = Store(given["results"])
     full, heads = (given[name] == "true" for name in ("full", "heads"))
-    records = records_of(store, given["model"], given["method"], given.get("dataset"), heads)
-    costs = costs_of(records, store, full, heads)
-    best, walked, single = exact(costs, bits), greedy(costs, bits), uniform(costs, bits)
+    records = find_records(store, given["model"], given["method"], given.get("dataset"), heads)
+    costs = read_costs(records, store, full, heads)
+    best, greedy, single = solve_exact(costs, bits), solve_greedy(costs, bits), solve_uniform(costs, bits)
     text, widths = records[0].dataset, ", ".join(record.bits for record in records)
     print(f"{given['method']} on {given['model']}, costs on {text} at {widths} bits, at most {bits:g} bits as measured")
-    for name, own in (("integer program", best), ("greedy", walked), ("one width a side", single)):
+    for name, own in (("integer program", best), ("greedy", greedy), ("one width a side", single)):
         said = "none fits" if own is None else f"{costs.cost(own):.4f} nats of KL in sum, {costs.bits(own):.3f} bits"
         print(f"  {name:17} {said}")
-    print(table_of(best))
+    print(map_text(best))
     if "out" in given:
         path = Path(given["out"])
         note = f"Widths by task=sensitivity on {text}, at most {bits:g} measured bits (kvq allocate)."
         try:
-            write_file(path, preset_of(path.stem, given["method"], best, note).encode())
+            write_file(path, preset_text(path.stem, given["method"], best, note).encode())
         except OSError as error:
             raise RecordError(f"out={path}: cannot be written: {error.strerror}") from error
         run = f"python run.py --config-dir {path.parent.parent} model={given['model']} method={path.stem}"
@@ -283,4 +284,4 @@ def _answer(words: list[str]) -> int:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print the map and return 0; 1: costs are not on record; 2: a question that cannot be answered."""
-    return answered(arguments, _USAGE, _answer, RecordError)
+    return run_command(arguments, _USAGE, _allocate, RecordError)

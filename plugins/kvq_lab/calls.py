@@ -60,20 +60,21 @@ class Request:
     loose: bool = False
 
 
-def written(name: str, arguments: Mapping[str, Any]) -> str:
-    """A call as an answer writes it."""
+def call_text(name: str, arguments: Mapping[str, Any]) -> str:
+    """The JSON of a call, as an answer has it."""
     return json.dumps({"name": name, "arguments": arguments}, ensure_ascii=False)
 
 
-def allowing(arguments: Mapping[str, Any]) -> dict[str, list[Any]]:
+def allow_values(arguments: Mapping[str, Any]) -> dict[str, list[Any]]:
     """The form of `Request.allowed` for one value of each argument."""
-    return {name: [_form(value)] for name, value in arguments.items()}
+    return {name: [_allowed_form(value)] for name, value in arguments.items()}
 
 
-def _form(value: Any) -> Any:
+def _allowed_form(value: Any) -> Any:
+    """A value as BFCL's answers write it: of each field of an object a list of allowed values."""
     if isinstance(value, Mapping):
-        return allowing(value)
-    return [_form(entry) for entry in value] if isinstance(value, list) else value
+        return allow_values(value)
+    return [_allowed_form(entry) for entry in value] if isinstance(value, list) else value
 
 
 TYPES = {
@@ -89,23 +90,23 @@ TYPES = {
 _KEPT = ("description", "enum", "default", "format", "required", "minimum", "maximum", "minItems", "maxItems")
 
 
-class _Odd(Exception):
+class _BadRow(Exception):
     """A line of a file that is refused, with the reason."""
 
 
 def read_bfcl(path: str, answers: str) -> list[Request]:
     """The requests of a file, in its order, and the calls that are right."""
     known: dict[str, Any] = {}
-    for place, row in _rows("task.answers", answers):
+    for place, row in _read_objects("task.answers", answers):
         known[str(row.get("id"))] = place, row.get("ground_truth")
     out: list[Request] = []
     names: set[str] = set()
-    for place, row in _rows("task.path", path):
+    for place, row in _read_objects("task.path", path):
         try:
-            request = _request(row, known)
+            request = _parse_request(row, known)
             if request.name in names:
-                raise _Odd(f"{request.name} once more")
-        except _Odd as error:
+                raise _BadRow(f"{request.name} once more")
+        except _BadRow as error:
             raise DataError(f"task.path={path}: line {place}: {error}") from error
         names.add(request.name)
         out.append(request)
@@ -114,7 +115,7 @@ def read_bfcl(path: str, answers: str) -> list[Request]:
     return out
 
 
-def _rows(setting: str, path: str) -> Iterator[tuple[int, dict[str, Any]]]:
+def _read_objects(setting: str, path: str) -> Iterator[tuple[int, dict[str, Any]]]:
     """Objects of a file, one to a line, each with the number of its line."""
     try:
         lines = read_text(Path(path).expanduser()).split("\n")
@@ -132,62 +133,62 @@ def _rows(setting: str, path: str) -> Iterator[tuple[int, dict[str, Any]]]:
         yield place, row
 
 
-def _request(row: dict[str, Any], known: dict[str, Any]) -> Request:
-    name, text = row["id"], _text(row.get("question"))
+def _parse_request(row: dict[str, Any], known: dict[str, Any]) -> Request:
+    name, text = row["id"], _question_text(row.get("question"))
     if not isinstance(given := row.get("function"), list) or not given:
-        raise _Odd("no list of functions; requests of several turns (multi_turn) are not supported")
-    functions = tuple(_function(one) for one in given)
+        raise _BadRow("no list of functions; requests of several turns (multi_turn) are not supported")
+    functions = tuple(_parse_function(one) for one in given)
     if name not in known:
-        raise _Odd(f"task.answers has no answer to {name}")
+        raise _BadRow(f"task.answers has no answer to {name}")
     place, truth = known[name]
     where = f"its answer, line {place} of task.answers"
     if not isinstance(truth, list) or not all(isinstance(call, dict) and len(call) == 1 for call in truth):
-        raise _Odd(f"{where}: ground_truth is a list of {{function: arguments}}")
+        raise _BadRow(f"{where}: ground_truth is a list of {{function: arguments}}")
     if len(truth) != 1:
-        raise _Odd(f"{where}: {len(truth)} calls; requests of several calls (parallel) are not supported")
+        raise _BadRow(f"{where}: {len(truth)} calls; requests of several calls (parallel) are not supported")
     [(function, allowed)] = truth[0].items()
     if function not in {one.name for one in functions}:
-        raise _Odd(f"{where}: calls {function}, which is not offered")
+        raise _BadRow(f"{where}: calls {function}, which is not offered")
     if not isinstance(allowed, dict) or not all(isinstance(values, list) for values in allowed.values()):
-        raise _Odd(f"{where}: each argument has a list of allowed values")
+        raise _BadRow(f"{where}: each argument has a list of allowed values")
     return Request(name, text, functions, function, allowed, loose=True)
 
 
-def _text(question: Any) -> str:
+def _question_text(question: Any) -> str:
     """What the messages of the one turn say, a system's before the user's."""
     if not isinstance(question, list) or not all(isinstance(turn, list) for turn in question):
-        raise _Odd("question is a list of turns, each a list of messages")
+        raise _BadRow("question is a list of turns, each a list of messages")
     if len(question) != 1:
-        raise _Odd(f"{len(question)} turns; requests of several turns (multi_turn) are not supported")
+        raise _BadRow(f"{len(question)} turns; requests of several turns (multi_turn) are not supported")
     said = [message["content"] for message in question[0] if isinstance(message, dict) and "content" in message]
     if not said or len(said) < len(question[0]) or not all(isinstance(words, str) for words in said):
-        raise _Odd("a message is an object with a text as its content")
+        raise _BadRow("a message is an object with a text as its content")
     return "\n".join(said)
 
 
-def _function(given: Any) -> Function:
+def _parse_function(given: Any) -> Function:
     if not isinstance(given, dict) or not isinstance(name := given.get("name"), str):
-        raise _Odd("a function has a name")
+        raise _BadRow("a function has a name")
     if not isinstance(about := given.get("description", ""), str):
-        raise _Odd(f"the description of {name} is no text")
-    parameters = schema_of(given.get("parameters"), name)
+        raise _BadRow(f"the description of {name} is no text")
+    parameters = convert_schema(given.get("parameters"), name)
     try:
         jsonschema.Draft202012Validator.check_schema(parameters)
     except jsonschema.SchemaError as error:
-        raise _Odd(f"the parameters of {name} are no JSON schema: {error.message}") from error
+        raise _BadRow(f"the parameters of {name} are no JSON schema: {error.message}") from error
     return Function(name, about, parameters)
 
 
-def schema_of(given: Any, name: str) -> Schema:
-    """The JSON schema of parameters in BFCL's form. Raises: _Odd: a type that it does not have; `name` says where."""
+def convert_schema(given: Any, name: str) -> Schema:
+    """The JSON schema of parameters in BFCL's form. Raises: _BadRow: a type that it lacks; `name` says where."""
     if not isinstance(given, dict):
-        raise _Odd(f"the parameters of {name}: a schema is an object")
+        raise _BadRow(f"the parameters of {name}: a schema is an object")
     kind = given.get("type", "any")
     if kind != "any" and kind not in TYPES:
-        raise _Odd(f"the parameters of {name}: type {kind!r} is none of Python's; simple and multiple are supported")
+        raise _BadRow(f"the parameters of {name}: type {kind!r} is none of Python's; simple and multiple are supported")
     out: Schema = {} if kind == "any" else {"type": TYPES[kind]}
     if isinstance(inner := given.get("properties"), dict):
-        out["properties"] = {field: schema_of(one, name) for field, one in inner.items()}
+        out["properties"] = {field: convert_schema(one, name) for field, one in inner.items()}
     if "items" in given:
-        out["items"] = schema_of(given["items"], name)
+        out["items"] = convert_schema(given["items"], name)
     return out | {field: given[field] for field in _KEPT if field in given}

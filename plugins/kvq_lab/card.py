@@ -17,10 +17,10 @@ from kvq import __version__
 from kvq.report.command import write_files
 from kvq.report.labels import BY_ENGINE
 from kvq.results.statistics import ALPHA
-from kvq_lab.advisor import MOST, full_bytes, readable
-from kvq_lab.choosing import Choosing, Format
+from kvq_lab.advisor import MOST, format_bytes, fp16_bytes
+from kvq_lab.choosing import Chooser, Format
 from kvq_lab.needles import needles_note, needles_text
-from kvq_lab.racing import positive
+from kvq_lab.racing import find_positive
 
 CHOICE, NEAR, OUT = "choice", "near", "out"
 
@@ -46,8 +46,8 @@ class Bar:
     why: str
 
 
-def choices_of(choosing: Choosing) -> list[Choice]:
-    """At most `MOST`, the best first: each is better beyond noise than the next, smaller one."""
+def find_choices(choosing: Chooser) -> list[Choice]:
+    """The recommended formats, at most `MOST`, best first: each is better beyond noise than the next, smaller one."""
     race, formats = choosing.state, choosing.formats
     ladder = [at for at in race.ladder() if formats[at].losses]
     left = [at for at in race.left if formats[at].losses]
@@ -59,19 +59,19 @@ def choices_of(choosing: Choosing) -> list[Choice]:
     return found[: -MOST - 1 : -1]
 
 
-def noise_free(formats: Sequence[Format]) -> set[str]:
+def worse_than_full(formats: Sequence[Format]) -> set[str]:
     """Names of formats whose loss is above that of full precision beyond noise, all tested together."""
     measured = [one for one in formats if one.losses]
     longest = max((len(one.losses) for one in measured), default=0)
     groups = ([one for one in measured if len(one.losses) == rounds] for rounds in range(1, longest + 1))
     found: set[str] = set()
     for group in filter(None, groups):
-        worse = positive(np.array([np.concatenate(one.losses) for one in group]), ALPHA / longest)
+        worse = find_positive(np.array([np.concatenate(one.losses) for one in group]), ALPHA / longest)
         found |= {one.name for one, is_worse in zip(group, worse, strict=True) if is_worse}
     return found
 
 
-def certainty(choosing: Choosing) -> str:
+def certainty_text(choosing: Chooser) -> str:
     """How sure the answer is, in a sentence or two."""
     race = choosing.state
     pairs = choosing.open_pairs()
@@ -95,23 +95,23 @@ def loss_text(one: Format) -> str:
     return f"{one.loss:+.4f} ± {one.error:.4f} nats per token (perplexity {100 * math.expm1(min(one.loss, 50)):+.1f}%)"
 
 
-def answer_of(choosing: Choosing) -> str:
+def answer_text(choosing: Chooser) -> str:
     """The answer as text."""
-    race, plain = choosing.state, full_bytes(choosing.shape, choosing.context, choosing.question.batch)
+    race, plain = choosing.state, fp16_bytes(choosing.shape, choosing.context, choosing.question.batch)
     if not race.rounds:
         done = sum(bool(one.losses) for one in choosing.formats)
         return (
             f"no verdict: {done} of {len(choosing.formats)} formats were measured before the end of the first round; "
             "repeat the command to go on"
         )
-    worse = noise_free(choosing.formats)
+    worse = worse_than_full(choosing.formats)
     lines = []
-    for place, choice in enumerate(choices_of(choosing), 1):
+    for place, choice in enumerate(find_choices(choosing), 1):
         one = choice.format
         equal = "" if one.name in worse else "; within noise of full precision"
         lines += [
             f"{place}. {one.name}: {one.line}",
-            f"   {readable(one.bytes)}, {plain / one.bytes:.1f} times less than fp16",
+            f"   {format_bytes(one.bytes)}, {plain / one.bytes:.1f} times less than fp16",
             f"   loss {loss_text(one)}, KL p99.9 {one.tail:.2f}{equal}",
         ]
         if (found := needles_text(choosing, one)) is not None:
@@ -123,30 +123,30 @@ def answer_of(choosing: Choosing) -> str:
         lines.append(f"dropped, for what is better and not larger: {', '.join(out)}")
     lines += [f"{one.name}: {one.stopped}" for one in choosing.formats if one.stopped]
     notes = filter(None, [needles_note(choosing)])
-    return "\n".join([*lines, *choosing.warnings, *notes, certainty(choosing)])
+    return "\n".join([*lines, *choosing.warnings, *notes, certainty_text(choosing)])
 
 
-def write_card(choosing: Choosing) -> Path:
+def write_card(choosing: Chooser) -> Path:
     """Write the card next to the records and return its path."""
     source = resources.files("kvq_lab").joinpath("card.html.j2").read_text(encoding="utf-8")
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    bars, ticks = bars_of(choosing)
+    bars, ticks = figure_rows(choosing)
     question = choosing.question
     words = [*question.model, *([f"engine={question.engine}"] if question.engine else [])]
     page = environment.from_string(source).render(
         choosing=choosing,
         question=question,
         model=Path(choosing.model.name).name,
-        choices=choices_of(choosing),
+        choices=find_choices(choosing),
         bars=bars,
         ticks=ticks,
-        full=full_bytes(choosing.shape, choosing.context, question.batch),
-        worse=noise_free(choosing.formats),
-        readable=readable,
+        full=fp16_bytes(choosing.shape, choosing.context, question.batch),
+        worse=worse_than_full(choosing.formats),
+        readable=format_bytes,
         loss_text=loss_text,
         needles_text=needles_text,
         expm1=math.expm1,
-        certainty=certainty(choosing),
+        certainty=certainty_text(choosing),
         engine=None if question.engine is None else BY_ENGINE[question.engine][0],
         today=datetime.now(UTC).date().isoformat(),
         version=__version__,
@@ -156,7 +156,7 @@ def write_card(choosing: Choosing) -> Path:
     return write_files("choose", question.results / "choose", {name: page})[0]
 
 
-def bars_of(choosing: Choosing) -> tuple[list[Bar], list[tuple[float, str]]]:
+def figure_rows(choosing: Chooser) -> tuple[list[Bar], list[tuple[float, str]]]:
     """The figure's rows, the largest format first, and its ticks as (position, label); losses are on a log axis."""
     measured = [one for one in choosing.formats if one.losses]
     floor = 10 ** math.floor(math.log10(max(1e-6, min(max(one.loss, one.error, 1e-5) for one in measured))))
@@ -166,7 +166,7 @@ def bars_of(choosing: Choosing) -> tuple[list[Bar], list[tuple[float, str]]]:
     def position(loss: float) -> float:
         return min(1.0, max(0.0, math.log10(max(loss, floor) / floor) / decades))
 
-    chosen = {choice.format.name for choice in choices_of(choosing)}
+    chosen = {choice.format.name for choice in find_choices(choosing)}
     rows = []
     for at, one in sorted(enumerate(choosing.formats), key=lambda pair: -pair[1].bytes):
         if not one.losses:
@@ -177,5 +177,5 @@ def bars_of(choosing: Choosing) -> tuple[list[Bar], list[tuple[float, str]]]:
         if by is not None:
             why = f"worse than {choosing.formats[by[0]].name}, which is not larger"
         low, high = (position(one.loss + sign * 2 * one.error) for sign in (-1, 1))
-        rows.append(Bar(one, kind, position(one.loss), low, high, readable(one.bytes), why))
+        rows.append(Bar(one, kind, position(one.loss), low, high, format_bytes(one.bytes), why))
     return rows, [(step / decades, f"{floor * 10**step:g}") for step in range(decades + 1)]

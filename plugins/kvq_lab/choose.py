@@ -20,11 +20,11 @@ from rich.text import Text
 from kvq.config.explain import choices
 from kvq.errors import ConfigError, RecordError, printable
 from kvq.report.labels import BY_ENGINE
-from kvq_lab.advisor import count_of, size_of
-from kvq_lab.card import answer_of, choices_of, write_card
-from kvq_lab.choosing import Choosing, Question, Say
+from kvq_lab.advisor import parse_count, parse_size
+from kvq_lab.card import answer_text, find_choices, write_card
+from kvq_lab.choosing import Chooser, Question, Say
 from kvq_lab.needles import find_needles
-from kvq_lab.words import answered, given_words, number
+from kvq_lab.words import parse_number, parse_words, run_command
 
 _USAGE = """Race cache formats on your model, and say which to take.
 
@@ -47,25 +47,25 @@ _USAGE = """Race cache formats on your model, and say which to take.
 _NAMES = ("model", "engine", "method", "context", "batch", "memory", "minutes", "text", "window", "needles", "results")
 
 
-def question_of(words: Sequence[str]) -> Question:
+def parse_question(words: Sequence[str]) -> Question:
     """The question of a command line. Raises: ConfigError: an unknown word, no model, or a number that is none."""
     more = tuple(word for word in words if word.startswith(("model.", "device=", "cache.", "threads=", "cpu_linear=")))
-    given = given_words([word for word in words if word not in more], _NAMES)
+    given = parse_words([word for word in words if word not in more], _NAMES)
     if "model" not in given:
         raise ConfigError("choose: needs model=PATH; --help says the rest")
     engine = given.get("engine")
     if engine is not None and engine not in BY_ENGINE:
         raise ConfigError(f"engine={engine}: one of {', '.join(BY_ENGINE)}")
-    counts: dict[str, int] = {name: count_of(name, given[name]) for name in ("context", "window") if name in given}
+    counts: dict[str, int] = {name: parse_count(name, given[name]) for name in ("context", "window") if name in given}
     if "needles" in given:
-        counts["needles"] = int(number("needles", given["needles"], "tokens, 0 or above", lambda value: value >= 0))
+        counts["needles"] = int(parse_number("needles", given["needles"], "tokens, 0 or above", lambda n: n >= 0))
     return Question(
         (*_model_words(given["model"]), *more),
         engine,
         tuple(filter(None, given.get("method", "").split(","))),
-        batch=count_of("batch", given.get("batch", "1")),
-        memory=size_of(given["memory"]) if "memory" in given else None,
-        minutes=number("minutes", given.get("minutes", "10"), "a number above 0", lambda value: 0 < value < 1e6),
+        batch=parse_count("batch", given.get("batch", "1")),
+        memory=parse_size(given["memory"]) if "memory" in given else None,
+        minutes=parse_number("minutes", given.get("minutes", "10"), "a number above 0", lambda value: 0 < value < 1e6),
         text=given.get("text", "pydocs"),
         results=Path(given.get("results", "results")),
         context=counts.get("context"),
@@ -84,9 +84,9 @@ def _model_words(given: str) -> tuple[str, ...]:
 
 
 class _TimeLeft(ProgressColumn):
-    """A bar of the time that has passed, and the time left."""
+    """The time left, as minutes:seconds."""
 
-    def __init__(self, choosing: Choosing) -> None:
+    def __init__(self, choosing: Chooser) -> None:
         super().__init__()
         self._choosing = choosing
 
@@ -95,7 +95,9 @@ class _TimeLeft(ProgressColumn):
         return Text(f"{left // 60}:{left % 60:02d} left", style="progress.remaining")
 
 
-class _Bar(_TimeLeft):
+class _TimeBar(_TimeLeft):
+    """A bar of the share of the question's minutes that has passed."""
+
     max_refresh = 0.5
 
     def render(self, task: Task) -> ProgressBar:  # type: ignore[override]
@@ -104,8 +106,8 @@ class _Bar(_TimeLeft):
 
 
 @contextmanager
-def _progress(choosing: Choosing, console: Console) -> Iterator[Progress]:
-    columns = TextColumn("{task.description}"), _Bar(choosing), _TimeLeft(choosing)
+def _progress(choosing: Chooser, console: Console) -> Iterator[Progress]:
+    columns = TextColumn("{task.description}"), _TimeBar(choosing), _TimeLeft(choosing)
     kept = io.StringIO()  # no terminal, so that bars of libraries stay away while this one is on the screen
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
         with redirect_stderr(kept):
@@ -114,16 +116,16 @@ def _progress(choosing: Choosing, console: Console) -> Iterator[Progress]:
             console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
-def measure(choosing: Choosing, say: Say) -> None:
-    """Measure canaries and formats as far as the time goes, then needles under the choices."""
-    choosing.canaries(say)
+def run_stages(choosing: Chooser, say: Say) -> None:
+    """Measure full precision and the canaries, race formats while time is left, then test the choices on needles."""
+    choosing.measure_canaries(say)
     choosing.race(say)
     if choosing.state.rounds:
-        find_needles(choosing, [choice.format for choice in choices_of(choosing)], say)
+        find_needles(choosing, [choice.format for choice in find_choices(choosing)], say)
 
 
-def _work(words: list[str]) -> int:
-    choosing, console = Choosing(question_of(words)), Console(stderr=True)
+def _choose(words: list[str]) -> int:
+    choosing, console = Chooser(parse_question(words)), Console(stderr=True)
     print(printable(choosing.plan()), flush=True)
     with _progress(choosing, console) as progress:
         task = progress.add_task("full precision, canaries", total=None)
@@ -133,10 +135,10 @@ def _work(words: list[str]) -> int:
             progress.console.print(printable(line), markup=False, highlight=False, soft_wrap=True)
 
         try:
-            measure(choosing, say)
+            run_stages(choosing, say)
         except (SystemExit, KeyboardInterrupt):  # Ctrl-C: what is measured so far is the answer
             say("interrupted")
-    print(printable(answer_of(choosing)))
+    print(printable(answer_text(choosing)))
     if choosing.state.rounds:
         print(f"card: {write_card(choosing)}")
     return 0
@@ -144,4 +146,4 @@ def _work(words: list[str]) -> int:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Race formats and print which to take; 2: a question that cannot be answered, in one line."""
-    return answered(arguments, _USAGE.format(engines=", ".join(BY_ENGINE)), _work, RecordError)
+    return run_command(arguments, _USAGE.format(engines=", ".join(BY_ENGINE)), _choose, RecordError)

@@ -26,7 +26,7 @@ from kvq.report.labels import BY_ENGINE
 from kvq.results import Record, Store
 from kvq.results.statistics import losses
 from kvq.runs import Prepared, run
-from kvq_lab.advisor import MOST, bytes_of, readable
+from kvq_lab.advisor import MOST, cache_bytes, format_bytes
 from kvq_lab.memory import check_memory
 from kvq_lab.needles import needle_seconds
 from kvq_lab.racing import Race, round_sizes, run_race
@@ -117,7 +117,7 @@ class Format:
         return self.records[-1].provenance.wall_seconds.get("measure", 0.0) / self.records[-1].metrics["windows"]
 
 
-class Choosing:
+class Chooser:
     """One race: what can be measured is settled when it is made, `race` measures.
 
     Raises:
@@ -140,7 +140,7 @@ class Choosing:
         self.longest, self.window = longest - ANSWER_TOKENS, window
         self.needles_found: int | None = None
         self.refused: dict[str, str] = {}
-        self.formats = self._formats(question.engine)
+        self.formats = self._find_formats(question.engine)
         self.inputs = Inputs(self._config(("method=fp16",)))
         self._set_window(window)
         self.state = Race([one.bytes for one in self.formats])  # what is decided so far
@@ -148,21 +148,21 @@ class Choosing:
         self.window_seconds = 0.0
 
     def _config(self, words: Sequence[str], number: int | None = None) -> Config:
-        return composed(self._words(words, number))
+        return composed(self._overrides(words, number))
 
-    def _words(self, words: Sequence[str], number: int | None = None) -> list[str]:
+    def _overrides(self, words: Sequence[str], number: int | None = None) -> list[str]:
         """Overrides of a run: of a round of passages, or without text."""
         task = ["task.windows=disjoint", f"task.context={self.window}", "task.batch_size=2", "cache.keep_decoded=true"]
         text = [] if number is None else ["dataset=text", "dataset.loader=documents", f"dataset.name={self.text_name}"]
         path = [] if number is None else [f"dataset.path={self._round_file(number)}"]
         return [*self.question.model, *words, *task, *text, *path, f"results_dir={self.question.results}"]
 
-    def _formats(self, engine: str | None) -> list[Format]:
+    def _find_formats(self, engine: str | None) -> list[Format]:
         """Formats that the model can have and that fit the memory; why others cannot is in `refused`."""
         found = []
-        for words in self._asked(engine):
+        for words in self._format_overrides(engine):
             try:
-                if (one := self._format(words)) is not None:
+                if (one := self._build_format(words)) is not None:
                     found.append(one)
             except KvqError as error:
                 self.refused[" ".join(words).removeprefix("method=")] = str(error)
@@ -172,13 +172,14 @@ class Choosing:
         if not fitting:
             least = min(found, key=lambda one: one.bytes)
             raise ConfigError(
-                f"memory={readable(self.question.memory or 0)}: the smallest, {least.name}, takes "
-                f"{readable(least.bytes)} at context={self.context} batch={self.question.batch}; give more memory, or "
-                "less of these"
+                f"memory={format_bytes(self.question.memory or 0)}: the smallest, {least.name}, takes "
+                f"{format_bytes(least.bytes)} at context={self.context} batch={self.question.batch}; give more memory, "
+                "or less of these"
             )
         return sorted(fitting, key=lambda one: (one.bytes, one.name))
 
-    def _asked(self, engine: str | None) -> list[tuple[str, ...]]:
+    def _format_overrides(self, engine: str | None) -> list[tuple[str, ...]]:
+        """Overrides of each format to try: those of the question, of an engine, or some of each."""
         known = choices()["method"]
         if self.question.methods or engine is None:
             asked = self.question.methods or [one for one in DEFAULT if one.split()[0] in known]
@@ -193,21 +194,21 @@ class Choosing:
             yield from ((f"method={name}", f"bits={bits}") for bits in WIDTHS)
             return
         variants = [one for one in known if one.startswith(f"{name}/un")]
-        if variants and (method.calibration.dataset is not None or not self._runs((f"method={name}",))):
+        if variants and (method.calibration.dataset is not None or not self._can_run((f"method={name}",))):
             name = variants[0]
         yield (f"method={name}",)
 
-    def _runs(self, words: Sequence[str]) -> bool:
+    def _can_run(self, words: Sequence[str]) -> bool:
         with suppress(KvqError):
             return Prepared(self._config(words)).method is not None
         return False
 
-    def _format(self, words: tuple[str, ...]) -> Format | None:
+    def _build_format(self, words: tuple[str, ...]) -> Format | None:
         config = self._config(words)
         if config.method.calibration.dataset is not None:
             raise Unsupported("is fitted to a text first, which choose does not do")
         _ = Prepared(config).method  # raises where model and format do not fit
-        size = bytes_of(self.shape, config.method.name, config.bits_label, self.context)
+        size = cache_bytes(self.shape, config.method.name, config.bits_label, self.context)
         if size is None:
             raise Unsupported("its bytes do not follow from the shape of the model")
         name = f"{config.method.label or config.method.name} {config.bits_label}".strip()
@@ -220,12 +221,12 @@ class Choosing:
             names = ", ".join(self.question.methods)
             raise Unsupported(f"choose: none of method={names} can be measured: {next(iter(self.refused.values()))}")
         reason = next(iter(self.refused.values()), "it has none")
-        able = (one for one in BY_ENGINE if one != engine and any(map(self._runs, self._asked(one))))
+        able = (one for one in BY_ENGINE if one != engine and any(map(self._can_run, self._format_overrides(one))))
         others = list(itertools.islice(able, 3))
         rest = f"these work: engine={', '.join(others)}" if others else "no engine's formats do; try method=kivi bits=2"
         raise Unsupported(f"engine={engine}: no format for model={self.model.name} ({reason}); {rest}")
 
-    def _passages(self) -> list[str]:
+    def _draw_passages(self) -> list[str]:
         """Passages of the text of at least a window of tokens each, in random order.
 
         Raises:
@@ -267,7 +268,7 @@ class Choosing:
         """What will be done, in two lines."""
         formats, minutes = len(self.formats), self.question.minutes
         shown = f"{formats} format{'s' * (formats > 1)} of {self.question.engine or 'several engines'}"
-        memory = f" in {readable(self.question.memory)}" if self.question.memory is not None else ""
+        memory = f" in {format_bytes(self.question.memory)}" if self.question.memory is not None else ""
         lines = [
             f"{self.model.name}, {self.question.batch} x {self.context:,} tokens{memory}: full precision, two "
             f"canaries, then {shown} in rounds of {', '.join(map(str, self.sizes[:4]))} windows",
@@ -277,9 +278,9 @@ class Choosing:
         lines += [f"left out: {name}: {reason}" for name, reason in self.refused.items()]
         return "\n".join(lines)
 
-    def _measure(self, words: Sequence[str], number: int) -> tuple[Record, Float[np.ndarray, " windows"]]:
+    def _run_round(self, words: Sequence[str], number: int) -> tuple[Record, Float[np.ndarray, " windows"]]:
         """The record of a round of a format and its losses over full precision, by window; it may be on record."""
-        given = self._words(words, number)
+        given = self._overrides(words, number)
         record = run(composed(given), lambda: given)
         if record.status != "done":
             raise Unsupported(record.reason or record.status)
@@ -289,16 +290,16 @@ class Choosing:
         full = losses(self.store.samples(record.baseline_key))
         return record, (ours.nll - full.nll) / ours.tokens
 
-    def canaries(self, say: Say) -> None:
-        """Measure full precision and the canaries on two windows, and say how long a window takes.
+    def measure_canaries(self, say: Say) -> None:
+        """Measure full precision, a cache that changes nothing and an empty one on two windows; say its time.
 
         Windows whose length nobody asked for are halved until the first round takes at most half of the time.
         """
-        while (share := self._first_round()) > 0.5 and self.question.window is None and self.window > LEAST_WINDOW:
+        while (share := self._round_share()) > 0.5 and self.question.window is None and self.window > LEAST_WINDOW:
             self._set_window(self.window // 2)
             say(f"windows of {self.window:,} tokens, so that the first round fits into the time; window=TOKENS sets it")
-        self.full = self._measure(("method=fp16",), 0)[0].metrics["nll"]
-        same, lost = (float(self._measure((f"method={name}",), 0)[1].mean()) for name in CANARIES)
+        self.full = self._run_round(("method=fp16",), 0)[0].metrics["nll"]
+        same, lost = (float(self._run_round((f"method={name}",), 0)[1].mean()) for name in CANARIES)
         if abs(same) > 1e-3:
             self.warnings.append(
                 f"canary: a cache that changes nothing has loss {same:+.4f}; take no verdict from this"
@@ -313,12 +314,12 @@ class Choosing:
             "or so"
         )
 
-    def _first_round(self) -> float:
+    def _round_share(self) -> float:
         """About which share of the time the first round of all formats takes, by a cache that changes nothing.
 
         Full precision is measured before it, so that what a process does once is not in this time.
         """
-        record, _ = self._measure(("method=identity",), 0)
+        record, _ = self._run_round(("method=identity",), 0)
         self.window_seconds = record.provenance.wall_seconds["measure"] / CANARY_WINDOWS
         return MARGIN * self.window_seconds * len(self.formats) * self.sizes[0] / (60 * self.question.minutes)
 
@@ -326,7 +327,7 @@ class Choosing:
         """Draw passages of so many tokens."""
         self.window = window
         self.needle_tokens = min(self.window if self.question.needles is None else self.question.needles, self.longest)
-        self.passages = self._passages()
+        self.passages = self._draw_passages()
         self.sizes = list(round_sizes(len(self.passages)))
 
     def race(self, say: Say) -> None:
@@ -339,7 +340,7 @@ class Choosing:
                 if not self._measure_round(one, number, say):
                     say(f"time is over in round {number}")
                     return
-            self._decide(number, say)
+            self._drop_formats(number, say)
 
     def open_pairs(self) -> list[tuple[int, int]]:
         """Pairs of formats (smaller, larger) that more windows could tell apart."""
@@ -348,14 +349,14 @@ class Choosing:
 
     def _measure_round(self, one: Format, number: int, say: Say) -> bool:
         """Measure a format in a round; false: it would take longer than there is time."""
-        words = self._words(one.words, number)
+        words = self._overrides(one.words, number)
         known = [seconds for other in self.formats if (seconds := one.seconds or other.seconds) is not None]
         seconds = (float(np.median(known)) if known else self.window_seconds * MARGIN) * self.sizes[number - 1]
         late = time.monotonic() + seconds > self.ends - needle_seconds(self, MOST)
         if late and Prepared(composed(words)).state.name != "done":
             return False
         try:
-            record, own = self._measure(one.words, number)
+            record, own = self._run_round(one.words, number)
         except KvqError as error:
             one.stopped = str(error)
             say(f"{one.name}: {error}")
@@ -364,7 +365,8 @@ class Choosing:
         one.losses.append(own)
         return True
 
-    def _decide(self, number: int, say: Say) -> None:
+    def _drop_formats(self, number: int, say: Say) -> None:
+        """Decide the race with the losses of the first `number` rounds, and say what dropped out in the last."""
         rounds = []
         for place, size in enumerate(self.sizes[:number]):
             rows = [one.losses[place] if place < len(one.losses) else np.full(size, np.nan) for one in self.formats]

@@ -31,12 +31,9 @@ from kvq_lab.settings import ConversationConfig
 
 Row = dict[str, Any]
 
-
 Tokens = Int[Tensor, "1 tokens"]
 
-
 _OF_A_TURN = ("effective_bits", "total_bytes", "packed_tokens", "residual_tokens")
-
 
 _OF_BRANCHES = ("fork_difference", "shared_bytes", "once_bytes", "separate_bytes")
 
@@ -59,14 +56,13 @@ class Speaker:
         self.reader = Reader.of(inputs, method)
 
     @torch.no_grad()
-    def turn(self, cache: KVCache, tokens: Tokens) -> Float[Tensor, "answer vocab"]:
+    def read_turn(self, cache: KVCache, tokens: Tokens) -> Float[Tensor, "answer vocab"]:
         """Add a turn to a cache; returns the log-probabilities at each token of its answer, in nats."""
         first = self.reader.prompt(cache, tokens[:, : self.user])
         later = self.reader.read(cache, tokens[:, self.user :])
         return log_probabilities(torch.cat([first[:, None], later[:, :-1]], 1))[0]
 
     def new_cache(self) -> KVCache:
-        """An empty cache."""
         return self.reader.new_cache()
 
 
@@ -82,22 +78,22 @@ def storage_by_tokens(cache: KVCache) -> dict[str, float]:
     return bits | {name: statistics.fmean(counts) for name, counts in tokens.items()}
 
 
-def turns_of(speaker: Speaker, full: Speaker | None, tokens: Tokens, length: int) -> tuple[list[Row], KVCache]:
+def read_turns(speaker: Speaker, full: Speaker | None, tokens: Tokens, length: int) -> tuple[list[Row], KVCache]:
     """Read turns of `length` tokens; returns a row for each and the cache after the last; `full`: as a reference."""
     cache, other = speaker.new_cache(), None if full is None else full.new_cache()
     rows: list[Row] = []
     for turn in tokens.split(length, 1):
-        found = speaker.turn(cache, turn)
+        found = speaker.read_turn(cache, turn)
         answer = turn[0, speaker.user :]
         row: Row = {"nll": -float(found.gather(-1, answer[:, None]).double().sum())}
         if full is not None and other is not None:
-            row["kl"] = float(divergence(full.turn(other, turn), found).double().sum())
+            row["kl"] = float(divergence(full.read_turn(other, turn), found).double().sum())
         rows.append(row | storage_by_tokens(cache))
     cache.check_finite()
     return rows, cache
 
 
-def branches_of(speaker: Speaker, first: Tokens, others: Sequence[Tokens]) -> dict[str, float]:
+def compare_branches(speaker: Speaker, first: Tokens, others: Sequence[Tokens]) -> dict[str, float]:
     """Continuations of a first turn from forks of its cache, and each from a cache of its own.
 
     `fork_difference`: the largest difference between their log-probabilities of the answers' tokens. Bytes are of all
@@ -106,23 +102,23 @@ def branches_of(speaker: Speaker, first: Tokens, others: Sequence[Tokens]) -> di
     `separate_bytes` of caches that share nothing.
     """
     prefix = speaker.new_cache()
-    speaker.turn(prefix, first)
-    once = _unchanged(prefix, speaker.reader.method)
+    speaker.read_turn(prefix, first)
+    once = _unchanged_bytes(prefix, speaker.reader.method)
     forks, own_caches, difference = [], [], 0.0
     for turn in others:
         own = speaker.new_cache()
-        speaker.turn(own, first)
+        speaker.read_turn(own, first)
         forks.append(prefix.fork())
         own_caches.append(own)
         answer = turn[0, speaker.user :, None]
-        there, here = (speaker.turn(cache, turn).gather(-1, answer) for cache in (forks[-1], own))
+        there, here = (speaker.read_turn(cache, turn).gather(-1, answer) for cache in (forks[-1], own))
         difference = max(difference, float((there - here).abs().max()))
     separate = sum(cache.nbytes for cache in own_caches)
     sizes = (bytes_together(forks), separate - (len(others) - 1) * once, separate)
     return dict(zip(_OF_BRANCHES, (difference, *map(float, sizes)), strict=True))
 
 
-def _unchanged(prefix: KVCache, method: Method) -> int:
+def _unchanged_bytes(prefix: KVCache, method: Method) -> int:
     """Bytes of a cache that no later token changes: all of it in full precision, else what is packed once for all."""
     if method.is_full_precision:
         return prefix.nbytes
@@ -139,20 +135,20 @@ def measure(inputs: Inputs, method: Method, baseline: Baseline | None, journal: 
     tokens = [speaker.reader.tensor([window.tokens.tolist()]) for window in chosen]
 
     def score(index: int) -> Row:
-        rows, cache = turns_of(speaker, full, tokens[index], task.turn)
+        rows, cache = read_turns(speaker, full, tokens[index], task.turn)
         others = [tokens[(index + place + 1) % len(tokens)][:, -task.turn :] for place in range(task.branches)]
-        branches = branches_of(speaker, tokens[index][:, : task.turn], others) if others else {}
+        branches = compare_branches(speaker, tokens[index][:, : task.turn], others) if others else {}
         scored = {"window": index, "tokens": task.turns * task.answer, "nll": sum(row["nll"] for row in rows)}
         return {**scored, "turns": rows, **branches, "storage": storage_metrics(cache, 1)}
 
     found, samples = scored_rows(journal, "conversation", len(tokens), score)
-    metrics = dict(found[-1]["storage"]) | metrics_of(found, task.answer)
+    metrics = dict(found[-1]["storage"]) | turn_metrics(found, task.answer)
     if baseline is not None:
         metrics |= _differences(samples, baseline.samples, task.answer)
     return Measurement(metrics, units_of(metrics), samples)
 
 
-def metrics_of(rows: Sequence[Row], answer: int) -> dict[str, float]:
+def turn_metrics(rows: Sequence[Row], answer: int) -> dict[str, float]:
     """Losses and distances per token of the answers, in all and by turn (1, 2, …), and means over conversations."""
     metrics = {"conversations": float(len(rows)), "scored_tokens": float(sum(row["tokens"] for row in rows))}
     turns = list(zip(*(row["turns"] for row in rows), strict=True))

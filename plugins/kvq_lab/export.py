@@ -16,7 +16,7 @@ from kvq.config import Config, compose, resolve
 from kvq.config.explain import composed
 from kvq.config.identity import canonical_method
 from kvq.errors import Unsupported
-from kvq_lab.words import answered
+from kvq_lab.words import run_command
 
 _USAGE = """A cache format as an engine reads it: the words of a run, without model and task.
 
@@ -38,7 +38,7 @@ _UNITS = {
 """ModelOpt's units of cache formats (its modelopt_recipes/configs/ptq/units) that calibrate a number for each layer."""
 
 
-def exported(config: Config) -> str:
+def engine_command(config: Config) -> str:
     """The engine's command or arguments for a method's format.
 
     Raises:
@@ -46,7 +46,7 @@ def exported(config: Config) -> str:
     """
     method = config.method
     if method.backend is not None:
-        return _of_transformers(config)
+        return _transformers_arguments(config)
     if method.serve is None:
         raise Unsupported(
             f"method={method.name}: no engine reads it; kvq stores it: kvq.quantize(model, '{method.name}')"
@@ -68,7 +68,7 @@ def exported(config: Config) -> str:
     return f"{method.serve} {_SKIPS} {' '.join(map(str, layers['key']))}"
 
 
-def modelopt(config: Config) -> str:
+def modelopt_recipe(config: Config) -> str:
     """A recipe of ModelOpt for its `hf_ptq.py --recipe FILE`: the cache in the method's format, weights as they are.
 
     Layers in full precision are entries that disable the quantizer of their keys or values.
@@ -107,7 +107,8 @@ def _check_preset(config: Config) -> None:
         raise Unsupported(f"method.{changed[0]}: departs from {config.method.name}, which is what its engine stores")
 
 
-def _of_transformers(config: Config) -> str:
+def _transformers_arguments(config: Config) -> str:
+    """The call of `generate` with transformers' quantized cache."""
     backend, residual = config.method.backend, config.residual
     size = residual.size if residual.size is not None else config.method.residual.size
     if config.method.bits_by_layer or any(config.method.full_precision_layers.values()):
@@ -121,15 +122,15 @@ def _of_transformers(config: Config) -> str:
     return f'model.generate(..., cache_implementation="quantized", cache_config={json.dumps(settings)})'
 
 
-def _answer(words: list[str]) -> int:
+def _export(words: list[str]) -> int:
     folder = None
     if words[0] == "--config-dir":
         folder, words = (words[1] if len(words) > 1 else None), words[2:]
-    write = modelopt if _RECIPE in words else exported
+    write = modelopt_recipe if _RECIPE in words else engine_command
     print(write(composed([word for word in words if word != _RECIPE], folder)))
     return 0
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print the command and return 0; 1: no engine can do it; 2: settings that do not compose."""
-    return answered(arguments, _USAGE, _answer, Unsupported)
+    return run_command(arguments, _USAGE, _export, Unsupported)

@@ -37,11 +37,11 @@ def survival_table(records: Sequence[Record], store: Store) -> pd.DataFrame:
     censored there), `low` and `high` its 95% interval (log-log), `kl` the mean distance of the step after so many
     tokens, in nats.
     """
-    found = [_survival(record, store.samples_of(record)) for record in records]
+    found = [_estimate_survival(record, store.samples_of(record)) for record in records]
     return pd.concat(found, ignore_index=True) if found else pd.DataFrame()
 
 
-def _survival(record: Record, rows: Sequence[dict[str, Any]]) -> pd.DataFrame:
+def _estimate_survival(record: Record, rows: Sequence[dict[str, Any]]) -> pd.DataFrame:
     from scipy.stats import CensoredData, ecdf
 
     left = [row["first"] + 1 for row in rows if row["first"] is not None]
@@ -212,11 +212,11 @@ _APART = ("sampler", "seed", "verdict", "winners")
 """What searches of one figure may differ in: what measures their winners afterwards changes no trial."""
 
 
-def searches(store: Store) -> dict[str, list[Mapping[str, Any]]]:
+def read_searches(store: Store) -> dict[str, list[Mapping[str, Any]]]:
     """Searches of a results folder with the same trials to choose from, by a digest of what they share."""
     found: dict[str, list[Mapping[str, Any]]] = {}
     for path in sorted((store.root / "searches").glob("*.json")):
-        one = _read(path)
+        one = _read_search(path)
         if one is not None:
             settings = {name: value for name, value in one["settings"].items() if name not in _APART}
             shared = {"axes": one["axes"], "fixed": one["fixed"], "settings": settings}
@@ -224,7 +224,8 @@ def searches(store: Store) -> dict[str, list[Mapping[str, Any]]]:
     return found
 
 
-def _read(path: Path) -> Mapping[str, Any] | None:
+def _read_search(path: Path) -> Mapping[str, Any] | None:
+    """The content of a search's file; None: it is not one."""
     try:
         found: Any = json.loads(path.read_text(encoding="utf-8"))
         return found if {"axes", "fixed", "settings", "trials", "hypervolume"} <= found.keys() else None
@@ -260,7 +261,7 @@ def search_title(search: Mapping[str, Any]) -> str:
 def search_tables(_: Sequence[Record], store: Store) -> dict[tuple[str, str], pd.DataFrame]:
     """The trials of searches that differ only in sampler and seed, of two objectives or more."""
     tables = {}
-    for name, found in searches(store).items():
+    for name, found in read_searches(store).items():
         objectives, numbers = found[0]["settings"]["objectives"], search_table(found)
         if len(objectives) > 1 and not numbers.dropna(subset=objectives).empty:
             tables[name, search_title(found[0])] = numbers

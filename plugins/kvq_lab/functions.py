@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from kvq_lab.calls import Function, Request, Schema, allowing
+from kvq_lab.calls import Function, Request, Schema, allow_values
 
 # Added to the seed of a generator, so that no other use of the same seed draws the same numbers.
 _REQUESTS, _SHOTS = 0x746F6F6C, 0x73686F74
@@ -53,7 +53,7 @@ class Parameter:
     schema: Schema
     draw: Callable[[np.random.Generator], Any]
     clause: str | None = None
-    said: Callable[[Any], str] = str
+    phrase: Callable[[Any], str] = str
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class Family:
     @property
     def function(self) -> Function:
         """The function as it is offered."""
-        return Function(self.name, self.description, _object(self.parameters))
+        return Function(self.name, self.description, _object_schema(self.parameters))
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ class DrawnRequest:
     arguments: dict[str, Any]
 
 
-def _object(parameters: Sequence[Parameter]) -> Schema:
+def _object_schema(parameters: Sequence[Parameter]) -> Schema:
     return {
         "type": "object",
         "properties": {one.name: one.schema for one in parameters},
@@ -88,27 +88,27 @@ def _object(parameters: Sequence[Parameter]) -> Schema:
     }
 
 
-def _about(schema: Schema, about: str) -> Schema:
+def _describe(schema: Schema, about: str) -> Schema:
     return schema | ({"description": about} if about else {})
 
 
 def _text(name: str, values: Sequence[str], clause: str | None = None, about: str = "") -> Parameter:
-    return Parameter(name, _about({"type": "string"}, about), lambda rng: _one(rng, values), clause)
+    return Parameter(name, _describe({"type": "string"}, about), lambda rng: _draw_one(rng, values), clause)
 
 
 def _enum(name: str, options: str, clause: str | None = None) -> Parameter:
     values = options.split()
-    return Parameter(name, {"type": "string", "enum": values}, lambda rng: _one(rng, values), clause)
+    return Parameter(name, {"type": "string", "enum": values}, lambda rng: _draw_one(rng, values), clause)
 
 
 def _whole(name: str, low: int, high: int, step: int = 1, clause: str | None = None, about: str = "") -> Parameter:
-    schema = _about({"type": "integer"}, about)
+    schema = _describe({"type": "integer"}, about)
     return Parameter(name, schema, lambda rng: low + step * int(rng.integers((high - low) // step + 1)), clause)
 
 
 def _number(name: str, low: int, high: int, about: str = "") -> Parameter:
     """A number with one decimal that is no integer."""
-    schema = _about({"type": "number"}, about)
+    schema = _describe({"type": "number"}, about)
     return Parameter(name, schema, lambda rng: int(rng.integers(low, high)) + int(rng.integers(1, 10)) / 10)
 
 
@@ -143,7 +143,7 @@ def _list(inner: Parameter, clause: str | None = None, least: int = 2, most: int
         return found
 
     def said(values: list[Any]) -> str:
-        *first, last = [inner.said(value) for value in values]
+        *first, last = [inner.phrase(value) for value in values]
         return f"{', '.join(first)} and {last}" if first else last
 
     return Parameter(inner.name, {"type": "array", "items": inner.schema}, draw, clause, said)
@@ -156,12 +156,12 @@ def _inside(name: str, template: str, *parameters: Parameter, clause: str | None
         return {one.name: one.draw(rng) for one in parameters}
 
     def said(value: dict[str, Any]) -> str:
-        return template.format(**{one.name: one.said(value[one.name]) for one in parameters})
+        return template.format(**{one.name: one.phrase(value[one.name]) for one in parameters})
 
-    return Parameter(name, _object(parameters), draw, clause, said)
+    return Parameter(name, _object_schema(parameters), draw, clause, said)
 
 
-def _one(rng: np.random.Generator, values: Sequence[str]) -> str:
+def _draw_one(rng: np.random.Generator, values: Sequence[str]) -> str:
     return values[int(rng.integers(len(values)))]
 
 
@@ -297,7 +297,7 @@ FAMILIES: tuple[Family, ...] = (
 )  # fmt: skip
 
 
-def drawn(family: Family, rng: np.random.Generator) -> DrawnRequest:
+def draw_request(family: Family, rng: np.random.Generator) -> DrawnRequest:
     """Draw a request of a family."""
     arguments: dict[str, Any] = {}
     words: dict[str, str] = {}
@@ -305,8 +305,8 @@ def drawn(family: Family, rng: np.random.Generator) -> DrawnRequest:
         words[one.name] = ""
         if one.clause is None or rng.random() < 0.5:
             value = arguments[one.name] = one.draw(rng)
-            words[one.name] = (one.clause or "{}").format(one.said(value))
-    return DrawnRequest(family.function, _one(rng, family.templates).format(**words), arguments)
+            words[one.name] = (one.clause or "{}").format(one.phrase(value))
+    return DrawnRequest(family.function, _draw_one(rng, family.templates).format(**words), arguments)
 
 
 def draw_requests(count: int, offered: int, seed: int) -> list[Request]:
@@ -320,10 +320,10 @@ def draw_requests(count: int, offered: int, seed: int) -> list[Request]:
         rng = np.random.default_rng([_REQUESTS, seed, place])
         asked = order[place % len(order)]
         others = [index for index in rng.permutation(len(FAMILIES)).tolist() if index != asked][: offered - 1]
-        found = drawn(FAMILIES[asked], rng)
+        found = draw_request(FAMILIES[asked], rng)
         functions = [FAMILIES[index].function for index in others]
         functions.insert(int(rng.integers(offered)), found.function)
-        name, allowed = f"{found.function.name} {place}", allowing(found.arguments)
+        name, allowed = f"{found.function.name} {place}", allow_values(found.arguments)
         out.append(Request(name, found.text, tuple(functions), found.function.name, allowed))
     return out
 
@@ -338,11 +338,11 @@ def draw_shots(count: int, request: Request, place: int, seed: int, shown: bool 
     rng = np.random.default_rng([_SHOTS, seed, place])
     offered = {function.name for function in request.functions}
     free = [FAMILIES[index] for index in rng.permutation(len(FAMILIES)).tolist() if FAMILIES[index].name not in offered]
-    shots = [drawn(family, rng) for family in free[: count - shown]]
+    shots = [draw_request(family, rng) for family in free[: count - shown]]
     if shown:
         [asked] = [family for family in FAMILIES if family.name == request.function]
-        other = drawn(asked, rng)
+        other = draw_request(asked, rng)
         while other.text == request.text:
-            other = drawn(asked, rng)
+            other = draw_request(asked, rng)
         shots.insert(int(rng.integers(count)), other)
     return shots

@@ -22,7 +22,7 @@ from kvq.report.tables.layout import Row, Table
 from kvq.results import Record, Store
 from kvq.results.files import place, write_file
 from kvq.results.metrics import IN_FLIGHT, total_bits
-from kvq_lab.words import answered, given_words
+from kvq_lab.words import parse_words, run_command
 
 BUDGETS = (1.25, 2.25, 3.25, 4.25, 8.0)
 """Measured bits per element."""
@@ -69,25 +69,25 @@ def budget_of(bits: float) -> float | None:
     return next((budget for budget in BUDGETS if bits <= budget), None)
 
 
-def entries(store: Store) -> list[Entry]:
+def list_entries(store: Store) -> list[Entry]:
     """The leaderboard's entries of a store, sorted by model, budget and loss."""
     tables: dict[str, Table] = {}
     scanned = read_records(store)
-    for table in filter(is_of_decoding, build_tables(store, scanned=scanned).tables):
+    for table in filter(is_decoding_table, build_tables(store, scanned=scanned).tables):
         model = table.rows[0].record.model
-        if model not in tables or len(_listed(table)) > len(_listed(tables[model])):
+        if model not in tables or len(_rows_to_list(table)) > len(_rows_to_list(tables[model])):
             tables[model] = table
-    others = _SamePreset(scanned[0])
+    others = _OtherRuns(scanned[0])
     found = [
         _entry(row, budget, others)
         for table in tables.values()
-        for row in _listed(table)
+        for row in _rows_to_list(table)
         if (budget := budget_of(row.record.metrics["bits_per_element"])) is not None
     ]
     return sorted(found, key=lambda entry: (entry.model, entry.budget, entry.loss))
 
 
-def _listed(table: Table) -> list[Row]:
+def _rows_to_list(table: Table) -> list[Row]:
     """Rows of methods to choose from, without canaries, variants and runs of another version."""
     return [
         row
@@ -99,36 +99,36 @@ def _listed(table: Table) -> list[Row]:
     ]
 
 
-class _SamePreset:
-    """Needles and speed of the same preset and bits on the same model."""
+class _OtherRuns:
+    """Runs of other tasks with the same preset and bits on the same model, for needles and speed."""
 
     def __init__(self, records: Iterable[Record]) -> None:
         done = [record for record in records if record.status == "done"]
         needles = [record for record in done if record.task == "niah" and "accuracy" in record.metrics]
         # Of several runs of one name the largest, the first of those.
         needles.sort(key=lambda record: record.metrics.get("items", 0), reverse=True)
-        self._needles = {_preset(record): record for record in reversed(needles)}
-        self._speed = {_preset(record): record for record in done if record.task == "throughput"}
+        self._needles = {_preset_key(record): record for record in reversed(needles)}
+        self._speed = {_preset_key(record): record for record in done if record.task == "throughput"}
 
     def needles(self, record: Record) -> float | None:
         """Share of needles found in the largest run."""
-        found = self._needles.get(_preset(record))
+        found = self._needles.get(_preset_key(record))
         return None if found is None else found.metrics["accuracy"]
 
     def speed(self, record: Record) -> float | None:
         """Decoding speed as a multiple of full precision's on the same machine."""
-        found, full = self._speed.get(_preset(record)), self._speed.get((record.model, "fp16", ""))
+        found, full = self._speed.get(_preset_key(record)), self._speed.get((record.model, "fp16", ""))
         if found is None or full is None or found.provenance.cpu != full.provenance.cpu:
             return None
         rates = [one.metrics.get("decode_tokens_per_second") for one in (found, full)]
         return rates[0] / rates[1] if rates[0] and rates[1] else None
 
 
-def _preset(record: Record) -> tuple[str, str, str]:
+def _preset_key(record: Record) -> tuple[str, str, str]:
     return record.model, record.method, record.bits
 
 
-def _entry(row: Row, budget: float, others: _SamePreset) -> Entry:
+def _entry(row: Row, budget: float, others: _OtherRuns) -> Entry:
     record, metrics = row.record, row.record.metrics
     engine = record.provenance.engine or ("by preset" if record.method.startswith("engine/") else "")
     return Entry(
@@ -161,13 +161,13 @@ def _bytes_at_context(metrics: Mapping[str, float]) -> float | None:
     return CONTEXT * per_token * metrics["bits_per_element"] + metrics.get("calibration_bytes", 0.0)
 
 
-def is_of_decoding(table: Table) -> bool:
+def is_decoding_table(table: Table) -> bool:
     """Whether the runs of a table are of perplexity scored as in generation."""
     settings: Mapping[str, object] = table.rows[0].record.config.get("task", {})
     return table.rows[0].record.task == "ppl" and settings.get("scoring") == "generation"
 
 
-def page(found: Sequence[Entry]) -> str:
+def render_page(found: Sequence[Entry]) -> str:
     """The page: works offline; its only links are to records in the same folder."""
     source = resources.files("kvq_lab").joinpath("leaderboard.html.j2").read_text(encoding="utf-8")
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
@@ -179,15 +179,15 @@ def page(found: Sequence[Entry]) -> str:
     return environment.from_string(source).render(**given)
 
 
-def _answer(words: list[str]) -> int:
-    given = {"results": "results"} | given_words(words, ("results", "out"))
+def _write_leaderboard(words: list[str]) -> int:
+    given = {"results": "results"} | parse_words(words, ("results", "out"))
     store = Store(given["results"])
-    found = entries(store)
+    found = list_entries(store)
     if not found:
         raise RecordError(f"no method is on record in '{store.runs}'; measure some: python run.py -m method=nsn,kivi")
     out = Path(given.get("out", str(store.root / "leaderboard.html")))
     try:
-        write_file(out, page(found).encode(), durable=False)
+        write_file(out, render_page(found).encode(), durable=False)
     except OSError as error:
         raise RecordError(f"out={out}: cannot be written: {error.strerror}") from error
     print(f"{out} ({len(found)} methods on {len({entry.model for entry in found})} models)")
@@ -196,4 +196,4 @@ def _answer(words: list[str]) -> int:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Write the page and return 0; 1: nothing to show or no place to write it; 2: an unknown word."""
-    return answered(arguments, _USAGE, _answer, RecordError, needs_words=False)
+    return run_command(arguments, _USAGE, _write_leaderboard, RecordError, needs_words=False)

@@ -53,7 +53,7 @@ def loss_at(spectrum: Float[Tensor, " components"], level: float) -> float:
     return float(spectrum.clamp_max(level).sum() / 2)
 
 
-def level_of_rate(spectrum: Float[Tensor, " components"], bits: float) -> float:
+def level_at_rate(spectrum: Float[Tensor, " components"], bits: float) -> float:
     """The level at which components have `bits` on average, by bisection from 2^-64 of the largest λ to the largest."""
     high = float(spectrum.max())
     low = high * 2.0**-64
@@ -66,10 +66,8 @@ def level_of_rate(spectrum: Float[Tensor, " components"], bits: float) -> float:
 CURVE = [bits / 4 for bits in range(1, 33)]
 """Bits of the curve."""
 
-
 _kept: Kept[dict[Place, JointMoments]] = {}
 """Moments of the scored text, which the forms and bits of a sweep share; those of calibrations are kept apart."""
-
 
 _SHOWN = 64
 """Components whose λ a record has, of a side of a layer."""
@@ -82,7 +80,7 @@ def check(inputs: Inputs, method: Method) -> None:
         return
     if method.joins_sides != (inputs.config.task.heads is LimitHeads.both):
         raise Unsupported("task.heads=both: the limit alone, or a method that stores values with keys; and only so")
-    if any(joint_parts(getattr(method, side)) is None for side in _coded(method)):
+    if any(joint_parts(getattr(method, side)) is None for side in _stored_sides(method)):
         raise Unsupported(f"task=limit: method={method.name} has no spectrum; fp16, or a method with FisherTransforms")
 
 
@@ -95,40 +93,40 @@ def measure(inputs: Inputs, method: Method, baseline: Baseline | None, journal: 
     spectra = {place: spectrum_of(own, transform) for place, own in moments.items()}
     whole = torch.cat(list(spectra.values()))
     metrics = {"windows": float(len(windows))}
-    metrics |= {f"limit_loss_{rate:g}": loss_at(whole, level_of_rate(whole, rate)) for rate in task.rates}
+    metrics |= {f"limit_loss_{rate:g}": loss_at(whole, level_at_rate(whole, rate)) for rate in task.rates}
     layers = 1 + max(layer for _, layer in spectra)
     if not method.is_full_precision:
-        metrics |= _predicted(method, layers, moments)
+        metrics |= _predict_losses(method, layers, moments)
     rows: list[dict[str, Any]] = []
     for rate in CURVE:
-        level = level_of_rate(whole, rate)
+        level = level_at_rate(whole, rate)
         rows.append({"kind": "curve", "bits": rate, "level": level, "loss": loss_at(whole, level)})
-    levels = {rate: level_of_rate(whole, rate) for rate in task.rates}
+    levels = {rate: level_at_rate(whole, rate) for rate in task.rates}
     for (side, layer), own in spectra.items():
         bits = {f"{rate:g}": rate_at(own, level) for rate, level in levels.items()}
-        rows.append({"kind": "layer", "side": side, "layer": layer, "bits": bits, "spectrum": _thinned(own)})
+        rows.append({"kind": "layer", "side": side, "layer": layer, "bits": bits, "spectrum": _sample_spectrum(own)})
     return Measurement(metrics, units_like(metrics, {"windows": "windows", "*_loss*": "nats/token"}), rows)
 
 
-def _thinned(spectrum: Tensor) -> list[list[float]]:
+def _sample_spectrum(spectrum: Tensor) -> list[list[float]]:
     """Rank, from 0, and λ of evenly spread components, the largest and the smallest among them."""
     ranks = torch.linspace(0, len(spectrum) - 1, min(_SHOWN, len(spectrum))).round().long()
     return [[float(rank), float(spectrum[rank])] for rank in ranks]
 
 
-def _coded(method: Method) -> Sequence[str]:
+def _stored_sides(method: Method) -> Sequence[str]:
     """The sides whose codecs store something."""
     return SIDES[:1] if method.joins_sides else SIDES
 
 
-def _predicted(method: Method, layers: int, moments: Mapping[Place, JointMoments]) -> dict[str, float]:
+def _predict_losses(method: Method, layers: int, moments: Mapping[Place, JointMoments]) -> dict[str, float]:
     """Second-order loss of the method's widths, and the part of it of what has no bits.
 
     `predicted_loss`, `unseen_loss`: on the method's own calibration text; `..._here`: on the text of the moments, where
     directions that the calibration has not seen have no bits either. Rounding is that of components of deviation 1.
     """
     metrics = dict.fromkeys(("predicted_loss", "unseen_loss", "predicted_loss_here", "unseen_loss_here"), 0.0)
-    for side, layer in product(_coded(method), range(layers)):
+    for side, layer in product(_stored_sides(method), range(layers)):
         parts = joint_parts(method.codec(side, layer, layers))
         if parts is None:
             continue
@@ -137,13 +135,13 @@ def _predicted(method: Method, layers: int, moments: Mapping[Place, JointMoments
         metrics["predicted_loss"] += predicted(quantizer, spectrum, widths)
         metrics["unseen_loss"] += float(spectrum[widths == 0].double().sum() / 2)
         here = moments[BOTH if method.joins_sides else side, layer]
-        rounded, unseen = losses_at(here, transform, torch.tensor(quantizer.errors)[widths.long()])
+        rounded, unseen = second_order_losses(here, transform, torch.tensor(quantizer.errors)[widths.long()])
         metrics["predicted_loss_here"] += rounded + unseen
         metrics["unseen_loss_here"] += unseen
     return metrics
 
 
-def losses_at(
+def second_order_losses(
     moments: JointMoments, transform: FisherTransform, errors: Float[Tensor, " components"]
 ) -> tuple[float, float]:
     """Second-order loss, on the text of the moments, of components with these errors, and of what none of them holds.

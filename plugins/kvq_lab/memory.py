@@ -10,7 +10,7 @@ import torch
 from kvq.config import Config
 from kvq.errors import ConfigError
 from kvq.models.load import pick_device, text_config_of
-from kvq_lab.advisor import readable
+from kvq_lab.advisor import format_bytes
 
 
 def check_memory(config: Config) -> None:
@@ -38,8 +38,8 @@ def check_memory(config: Config) -> None:
         halves = "" if model.dtype.value in ("bfloat16", "float16") else "model.dtype=bfloat16, "
         spread = "model.device_map=auto, " if device.type == "cuda" and model.device_map is None else ""
         raise ConfigError(
-            f"model={model.name}: its weights take {readable(needed)} as {model.dtype.value}, {where} has "
-            f"{readable(free)} free; {halves}{spread}model.load_in=4bit or a smaller model"
+            f"model={model.name}: its weights take {format_bytes(needed)} as {model.dtype.value}, {where} has "
+            f"{format_bytes(free)} free; {halves}{spread}model.load_in=4bit or a smaller model"
         )
 
 

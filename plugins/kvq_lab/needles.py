@@ -13,7 +13,7 @@ from kvq.report.command import write_files
 from kvq.runs import Prepared, run
 
 if TYPE_CHECKING:
-    from kvq_lab.choosing import Choosing, Format
+    from kvq_lab.choosing import Chooser, Format
 
 DEPTHS = (0.1, 0.3, 0.5, 0.7, 0.9)
 """One needle is hidden at each of these shares of a prompt."""
@@ -24,14 +24,14 @@ MOST_SHARE = 0.25
 STREAM_WINDOWS = 64
 
 
-def needle_seconds(choosing: Choosing, formats: int) -> float:
+def needle_seconds(choosing: Chooser, formats: int) -> float:
     """What full precision and so many formats would take for all depths; 0: no needles are asked for."""
     windows = len(DEPTHS) * choosing.needle_tokens / choosing.window
     seconds = (1 + COST * formats) * windows * choosing.window_seconds
     return seconds if seconds <= 60 * MOST_SHARE * choosing.question.minutes else 0.0
 
 
-def find_needles(choosing: Choosing, chosen: Sequence[Format], say: Callable[[str], None]) -> None:
+def find_needles(choosing: Chooser, chosen: Sequence[Format], say: Callable[[str], None]) -> None:
     """Set `needles_found` of full precision and of each chosen format: how many it finds, of one a depth."""
     if not chosen or not needle_seconds(choosing, len(chosen)):
         return
@@ -55,7 +55,7 @@ def find_needles(choosing: Choosing, chosen: Sequence[Format], say: Callable[[st
             one.needles_found = found
 
 
-def needle_words(choosing: Choosing, words: Sequence[str]) -> list[str]:
+def needle_words(choosing: Chooser, words: Sequence[str]) -> list[str]:
     """Overrides of a run with needles in the passages of the race, one after the other as one text."""
     path = choosing.folder / "haystack.jsonl"
     if not path.is_file():
@@ -67,7 +67,7 @@ def needle_words(choosing: Choosing, words: Sequence[str]) -> list[str]:
     return [*choosing.question.model, *words, *task, *text, f"results_dir={choosing.question.results}"]
 
 
-def needles_text(choosing: Choosing, one: Format) -> str | None:
+def needles_text(choosing: Chooser, one: Format) -> str | None:
     """The needles of a choice in words; None: there were none, or full precision finds too few to tell anything."""
     full = choosing.needles_found
     if one.needles_found is None or full is None or full <= len(DEPTHS) // 2:
@@ -76,7 +76,7 @@ def needles_text(choosing: Choosing, one: Format) -> str | None:
     return f"{one.needles_found} of {len(DEPTHS)} needles in {choosing.needle_tokens:,} tokens{beside}"
 
 
-def needles_note(choosing: Choosing) -> str | None:
+def needles_note(choosing: Chooser) -> str | None:
     """Why no needles are shown, where they were asked for and say nothing."""
     full = choosing.needles_found
     if full is not None and full <= len(DEPTHS) // 2:

@@ -34,8 +34,8 @@ PATTERNS = 4096
 """Patterns of signs: all of them up to 12 windows, random ones beyond."""
 
 
-def level_of(number: int, alpha: float = ALPHA) -> float:
-    """The share of `alpha` that a round spends, the first being 1."""
+def round_level(number: int, alpha: float = ALPHA) -> float:
+    """The error probability that round `number` (from 1) may spend: alpha / (number (number + 1))."""
     return alpha / (number * (number + 1))
 
 
@@ -58,7 +58,7 @@ def _signs(windows: int) -> Float[np.ndarray, "patterns windows"]:
     return drawn
 
 
-def positive(differences: Float[np.ndarray, "tests windows"], level: float) -> Bool[np.ndarray, " tests"]:
+def find_positive(differences: Float[np.ndarray, "tests windows"], level: float) -> Bool[np.ndarray, " tests"]:
     """Which differences have a positive mean beyond noise, all tests together; one-sided step-down max-T.
 
     The statistic is the sum over the root of the sum of squares, a monotone function of Student's t. One pattern flips
@@ -133,18 +133,18 @@ def run_race(
     race = Race(sizes)
     for number, _ in enumerate(rounds, 1):
         losses = np.concatenate(rounds[:number], axis=1)
-        level = level_of(number, alpha)
+        level = round_level(number, alpha)
         tested = [one for one in race.left if np.isfinite(losses[one]).all()]
         race.rounds, race.windows = number, losses.shape[1]
         race.means = np.nan_to_num(losses, nan=np.inf).mean(axis=1).tolist()
         dearer = [(a, b) for a in tested for b in tested if a != b and sizes[a] <= sizes[b]]
-        better = positive(np.array([losses[b] - losses[a] for a, b in dearer]).reshape(-1, race.windows), level)
+        better = find_positive(np.array([losses[b] - losses[a] for a, b in dearer]).reshape(-1, race.windows), level)
         for (a, b), is_better in zip(dearer, better, strict=True):
             if is_better and b not in race.dropped:
                 race.dropped[b] = (a, number)
         undercut = {b for a, b in dearer if race.means[a] < race.means[b]}
         strict = [pair for pair in dearer if sizes[pair[0]] < sizes[pair[1]] and not undercut & set(pair)]
-        worse = positive(np.array([losses[a] - losses[b] for a, b in strict]).reshape(-1, race.windows), level)
+        worse = find_positive(np.array([losses[a] - losses[b] for a, b in strict]).reshape(-1, race.windows), level)
         race.worth |= {(b, a) for (a, b), is_worse in zip(strict, worse, strict=True) if is_worse}
         if not race.undecided:
             break

@@ -45,10 +45,10 @@ def check(inputs: Inputs, method: Method) -> None:
     if method.backend is not None:
         raise Unsupported(f"task=reuse: method={method.name} is transformers' cache, which has no form in a file")
     check_prefill(method, task.prefill)
-    _zstandard()
+    _import_zstandard()
 
 
-def _zstandard() -> Any:
+def _import_zstandard() -> Any:
     try:
         import zstandard
     except ImportError as error:
@@ -56,7 +56,7 @@ def _zstandard() -> Any:
     return zstandard
 
 
-def planes(tensor: Tensor) -> list[UInt8[np.ndarray, " numbers"]]:
+def byte_planes(tensor: Tensor) -> list[UInt8[np.ndarray, " numbers"]]:
     """The bytes of a tensor's numbers by their place in a number, low ones first."""
     flat = tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
     return list(np.ascontiguousarray(flat.reshape(-1, tensor.element_size()).T))
@@ -73,15 +73,15 @@ def deflated_bytes(plane: UInt8[np.ndarray, " numbers"]) -> int:
     return len(packer.compress(plane.tobytes())) + len(packer.flush())
 
 
-def through_file(
+def pass_through_file(
     cache: KVCache, inputs: Inputs, method: Method, folder: Path
 ) -> tuple[KVCache, dict[str, float], dict[str, float]]:
     """Write a cache to a file in `folder`, compress, decompress and read it; the cache, seconds of steps, and bytes."""
     path, level, seconds = folder / "cache.safetensors", inputs.config.task.level, dict[str, float]()
     with timed(seconds, "save"):
         cache.save(path)
-    parts = [plane for tensor in load_file(path).values() for plane in planes(tensor)]
-    packer, unpacker = _zstandard().ZstdCompressor(level=level), _zstandard().ZstdDecompressor()
+    parts = [plane for tensor in load_file(path).values() for plane in byte_planes(tensor)]
+    packer, unpacker = _import_zstandard().ZstdCompressor(level=level), _import_zstandard().ZstdDecompressor()
     with timed(seconds, "compress"):
         packed = [packer.compress(part.tobytes()) for part in parts]
     with timed(seconds, "decompress"):
@@ -100,14 +100,14 @@ def through_file(
 
 
 @torch.no_grad()
-def row_of(inputs: Inputs, method: Method, window: Window, folder: Path) -> Row:
+def measure_window(inputs: Inputs, method: Method, window: Window, folder: Path) -> Row:
     """One window: its prefix is stored and read again, its other tokens are scored from both caches."""
     task: ReuseConfig = inputs.config.task
     reader = Reader.of(inputs, method)
     tokens = reader.tensor([window.tokens.tolist()])
     prefix, rest = tokens[:, : task.prefix], tokens[:, task.prefix :]
     cache, logits = reader.begin(prefix)
-    read, seconds, sizes = through_file(cache, inputs, method, folder)
+    read, seconds, sizes = pass_through_file(cache, inputs, method, folder)
     storage = storage_metrics(cache, 1)
     wide = storage["total_bytes"] * 16 / storage["effective_bits"]
     kept, _ = reader.log_probs(cache, logits, rest)
@@ -127,16 +127,16 @@ def measure(inputs: Inputs, method: Method, baseline: Baseline | None, journal: 
     with tempfile.TemporaryDirectory(prefix="kvq-") as folder:
 
         def score(index: int) -> Row:
-            return {"window": index, **row_of(inputs, method, windows[index], Path(folder))}
+            return {"window": index, **measure_window(inputs, method, windows[index], Path(folder))}
 
         rows, samples = scored_rows(journal, "window", len(windows), score)
-    metrics = metrics_of_rows(rows)
+    metrics = summarize_rows(rows)
     if baseline is not None:
         metrics |= delta_nll_of_samples(samples, baseline.samples).metrics("delta_nll")
     return Measurement(metrics, units_of(metrics), samples)
 
 
-def metrics_of_rows(rows: Sequence[Row]) -> dict[str, float]:
+def summarize_rows(rows: Sequence[Row]) -> dict[str, float]:
     """Metrics of all windows: sums of losses, means of sizes, medians of rates."""
     tokens = sum(row["tokens"] for row in rows)
     metrics = dict(rows[-1]["storage"])

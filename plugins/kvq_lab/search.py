@@ -80,7 +80,7 @@ class SearchAxis:
     values: tuple[str, ...] = ()
     interval: tuple[float, float] | None = None
 
-    def suggested(self, trial: Any) -> str:
+    def suggest(self, trial: Any) -> str:
         """`name=value` of a trial of Optuna."""
         if self.interval is not None:
             return f"{self.name}={trial.suggest_float(self.name, *self.interval):.6g}"
@@ -165,6 +165,7 @@ class Search:
 
     @property
     def _identity(self) -> dict[str, Any]:
+        """What decides the result of a search: its axes, the overrides that all trials share, and its settings."""
         fixed = [word for word in self.space.fixed if not word.startswith(_PLACE)]
         return {"axes": [asdict(axis) for axis in self.space.axes], "fixed": fixed, "settings": asdict(self.settings)}
 
@@ -173,7 +174,7 @@ class Search:
         while len(self.trials) < self.settings.trials:
             count = min(self.settings.together, self.settings.trials - len(self.trials))
             asked = [self.study.ask() for _ in range(count)]
-            batch = [Trial([axis.suggested(one) for axis in self.space.axes]) for one in asked]
+            batch = [Trial([axis.suggest(one) for axis in self.space.axes]) for one in asked]
             self._measure(batch, self.space.fixed)
             for one, trial in zip(asked, batch, strict=True):
                 if trial.values is None:
@@ -196,7 +197,7 @@ class Search:
         free = [trial for trial, beaten in zip(known.values(), dominated(points), strict=True) if not beaten]
         return sorted(free, key=lambda trial: trial.values or [])[: self.settings.winners]
 
-    def volumes(self) -> list[float]:
+    def hypervolumes(self) -> list[float]:
         """The hypervolume after each trial."""
         points: list[list[float]] = []
         found = []
@@ -210,7 +211,7 @@ class Search:
         content = {
             **self._identity,
             "trials": [asdict(trial) for trial in self.trials],
-            "hypervolume": self.volumes(),
+            "hypervolume": self.hypervolumes(),
             "winners": [trial.key for trial in self.winners()],
             "verdicts": [asdict(trial) for trial in verdicts],
         }
@@ -242,12 +243,12 @@ _PLACE = ("results_dir=", "threads=", "device=", "logger", "force=")
 """Overrides that change where or how fast a search runs, not what it finds."""
 
 
-def summary(search: Search, verdicts: Sequence[Trial]) -> Iterator[str]:
+def summary_lines(search: Search, verdicts: Sequence[Trial]) -> Iterator[str]:
     """Lines for the terminal: winners with their values, and what the verdict's text says of them."""
     objectives = search.settings.objectives
     done = [trial for trial in search.trials if trial.values is not None]
     size = "" if search.space.size is None else f" of {search.space.size} combinations"
-    yield f"search: {len(done)} trials{size}, hypervolume {search.volumes()[-1]:.4f}; {search.path}"
+    yield f"search: {len(done)} trials{size}, hypervolume {search.hypervolumes()[-1]:.4f}; {search.path}"
     by_words = {tuple(trial.words): trial for trial in verdicts}
     for trial in search.winners():
         found = ", ".join(f"{name} {value:.4f}" for name, value in zip(objectives, trial.values or [], strict=True))

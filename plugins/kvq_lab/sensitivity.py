@@ -31,12 +31,11 @@ from kvq_lab.settings import SensitivityConfig
 
 SIDES = ("key", "value")
 
-
 Place = tuple[str, int]
 """A side and a layer."""
 
 
-def protocol(task: SensitivityConfig) -> PplConfig:
+def ppl_settings(task: SensitivityConfig) -> PplConfig:
     """The windows and the scoring, as `task=ppl` has them."""
     return PplConfig(
         windows=Windows.disjoint,
@@ -53,7 +52,7 @@ def check(inputs: Inputs, method: Method) -> None:
     task: SensitivityConfig = inputs.config.task
     inputs.check_context(task.context)
     method.check_needs("task=sensitivity", "sides_apart")
-    check_scoring(method, protocol(task))
+    check_scoring(method, ppl_settings(task))
     if task.heads:
         check_heads(inputs, method)
 
@@ -70,34 +69,34 @@ def check_heads(inputs: Inputs, method: Method) -> None:
                     raise Unsupported(f"task.heads=true: method={method.name}, {side}s: {error}") from error
 
 
-def layers_of(inputs: Inputs) -> int:
+def count_layers(inputs: Inputs) -> int:
     """Layers of the model that cache keys and values."""
     return len(kv_layers_of(inputs.model.text_config, inputs.config.cache.mla))
 
 
-def heads_of(inputs: Inputs) -> int:
+def count_heads(inputs: Inputs) -> int:
     """KV heads of a layer."""
     return int(inputs.model.text_config.num_key_value_heads)
 
 
-def places_of(method: Method, layers: int) -> list[Place]:
-    """What the method quantizes, layer by layer."""
+def quantized_places(method: Method, layers: int) -> list[Place]:
+    """The sides of layers that the method quantizes, layer by layer."""
     return [(side, layer) for layer, side in product(range(layers), SIDES) if method.codec(side, layer, layers)]
 
 
-def only(method: Method, places: Collection[Place], layers: int) -> Method:
-    """The method in these places; all others stay in full precision."""
+def quantize_only(method: Method, places: Collection[Place], layers: int) -> Method:
+    """The method with only these sides of layers quantized, and all others in full precision."""
     whole = {side: [layer for layer in range(layers) if (side, layer) not in places] for side in SIDES}
     return replace(method, full_precision_layers=whole)
 
 
-def only_head(method: Method, place: Place, head: int, heads: int, layers: int) -> Method:
+def quantize_only_head(method: Method, place: Place, head: int, heads: int, layers: int) -> Method:
     """The method for one of the heads of a place; all other heads and places stay in full precision."""
     side, layer = place
     codec = method.codec_of(side, layer)
     assert codec is not None
     own: Any = {side: HeadsCodec([codec if one == head else None for one in range(heads)])}
-    return only(replace(method.without("first_layers"), by_layer=(), **own), [place], layers)
+    return quantize_only(replace(method.without("first_layers"), by_layer=(), **own), [place], layers)
 
 
 def random_sets(places: list[Place], count: int, seed: int) -> list[list[Place]]:
@@ -113,7 +112,7 @@ class Job:
     places: list[Place]
     head: int | None = None
 
-    def named(self, row: Mapping[str, Any]) -> dict[str, Any]:
+    def add_places(self, row: Mapping[str, Any]) -> dict[str, Any]:
         """The row with its places: a side and a layer, a head of them, or lists of layers by side."""
         if self.head is not None:
             return {**row, "head": self.head, "of": list(self.places[0])}
@@ -122,11 +121,11 @@ class Job:
         return {**row, "layers": {side: [layer for own, layer in self.places if own == side] for side in SIDES}}
 
 
-def jobs_of(inputs: Inputs, method: Method) -> dict[str, Job]:
-    """Every pass by its name."""
+def list_jobs(inputs: Inputs, method: Method) -> dict[str, Job]:
+    """What each pass quantizes, by its name: single sides of layers, all, random sets and, if asked, single heads."""
     task: SensitivityConfig = inputs.config.task
-    places = places_of(method, layers_of(inputs))
-    heads = range(heads_of(inputs) if task.heads else 0)
+    places = quantized_places(method, count_layers(inputs))
+    heads = range(count_heads(inputs) if task.heads else 0)
     jobs = {f"layer {layer} {side}": Job([(side, layer)]) for side, layer in places}
     jobs["all"] = Job(places)
     jobs |= {f"map {index}": Job(own) for index, own in enumerate(random_sets(places, task.maps, task.seed))}
@@ -135,33 +134,34 @@ def jobs_of(inputs: Inputs, method: Method) -> dict[str, Job]:
 
 def measure(inputs: Inputs, method: Method, baseline: Baseline | None, journal: Journal) -> Measurement:
     """A sample for each side of each layer, one for all of them and one for each random set."""
-    loaded, settings = inputs.model, protocol(inputs.config.task)
+    loaded, settings = inputs.model, ppl_settings(inputs.config.task)
     windows = ppl_windows(inputs.tokens.streams, settings, inputs.bos)
     reference, known = reference_of(inputs, method, windows, settings)
     full = known or run_ppl(loaded, without_codecs(method), windows, settings)
     if method.is_full_precision:
         metrics = {name: value for name, value in full.metrics().items() if name in ("nll", "windows", "scored_tokens")}
         return Measurement(metrics, units_of(metrics), full.samples())
-    jobs, layers = jobs_of(inputs, method), layers_of(inputs)
+    jobs, layers = list_jobs(inputs, method), count_layers(inputs)
 
     def score(item: str) -> dict[str, Any]:
         """KL and loss over full precision, in nats per token, and what is stored of the places."""
         places, head = jobs[item].places, jobs[item].head
         if head is None:
-            own = only(method, places, layers)
+            own = quantize_only(method, places, layers)
         else:
-            own = only_head(method, places[0], head, heads_of(inputs), layers)
+            own = quantize_only_head(method, places[0], head, count_heads(inputs), layers)
         keep = inputs.config.cache.keep_decoded
         found = run_ppl(loaded, own, windows, settings, reference, keep_decoded=keep).metrics()
         kept = {name: found[name] for name in ("kl_mean", "key_bits", "value_bits", "bits_per_element", "packed_bytes")}
         return {"delta_nll": found["nll"] - full.nll, **kept}
 
-    rows = [jobs[row["item"]].named(row) for row in journaled(journal, jobs, score, method.label, "pass")]
+    rows = [jobs[row["item"]].add_places(row) for row in journaled(journal, jobs, score, method.label, "pass")]
     metrics = _metrics({row["item"]: row for row in rows}, jobs)
     return Measurement(metrics, units_of(metrics), rows)
 
 
 def _metrics(rows: Mapping[str, Mapping[str, Any]], jobs: Mapping[str, Job]) -> dict[str, float]:
+    """KL and loss of all places at once, sums of the KL of single ones, and how well sums rank the random sets."""
     whole = {item: job.places for item, job in jobs.items() if job.head is None}
     single = {places[0]: rows[item]["kl_mean"] for item, places in whole.items() if len(places) == 1}
     together, total = rows["all"], sum(single.values())
@@ -186,5 +186,5 @@ TASK = Task(
     check,
     measure,
     settings=SensitivityConfig,
-    texts=lambda inputs: window_texts(inputs, protocol(inputs.config.task)),
+    texts=lambda inputs: window_texts(inputs, ppl_settings(inputs.config.task)),
 )

@@ -165,8 +165,7 @@ class SensitivityConfig(TaskConfig):
     """Each side of each layer quantized alone, on `windows` disjoint windows of `context` tokens.
 
     Attributes:
-        scoring: as `task=ppl` has it.
-        bos: as `task=ppl` has it.
+        scoring, bos: as `task=ppl` has them.
         maps: random sets of sides and layers whose cost is compared with the sum of their parts.
         heads: also each KV head of each side of each layer alone.
         seed: of these sets.

@@ -22,7 +22,7 @@ from kvq.tasks.measurement import Baseline, Measurement, Task, scored_rows, stor
 from kvq.tasks.reader import Ends, Reader, shared
 from kvq.tasks.scoring import without_codecs
 from kvq_lab.settings import Drafts, SpeculateConfig
-from kvq_lab.trajectory import Row, check, passages, standard_error
+from kvq_lab.trajectory import Row, check, cut_passages, standard_error
 
 
 @dataclass
@@ -52,8 +52,8 @@ class Decoder:
         self.reader = reader
         self.cache, self.logits = reader.begin(reader.tensor([prompt]))
 
-    def tried(self, tokens: Sequence[int]) -> tuple[KVCache, list[int]]:
-        """A copy of the cache that also holds `tokens`, and the token that would be written after each of them."""
+    def try_tokens(self, tokens: Sequence[int]) -> tuple[KVCache, list[int]]:
+        """Read `tokens` with a copy of the cache: the copy, and the token that would be written after each of them."""
         cache = self.cache.fork()
         return cache, self.reader.read(cache, self.reader.tensor([tokens]))[0].argmax(-1).tolist()
 
@@ -64,7 +64,6 @@ class Decoder:
         return tokens
 
     def add(self, tokens: Sequence[int]) -> None:
-        """Add tokens."""
         if tokens:
             self.reader.read(self.cache, self.reader.tensor([tokens]))
 
@@ -77,7 +76,7 @@ def speculate(target: Decoder, draft: Decoder, most: int, length: int, ends: End
     while len(text) < most and not ends(text):
         last = text[-1]
         guessed = draft.draft(last, min(length, most - len(text)))
-        ahead, own = target.tried([last, *guessed])
+        ahead, own = target.try_tokens([last, *guessed])
         kept = shared(guessed, own)
         rounds.drafted.append(len(guessed))
         rounds.accepted.append(kept)
@@ -98,7 +97,7 @@ def measure_speculate(inputs: Inputs, method: Method, baseline: Baseline | None,
     readers = [Reader.of(inputs, one) for one in (method, without_codecs(method))]
     draft, target = readers if task.drafts is Drafts.method else readers[::-1]
     ends = target.ends(inputs.tokenizer)
-    prompts = passages(inputs)
+    prompts = cut_passages(inputs)
 
     def score(index: int) -> Row:
         cache, logits = target.begin(target.tensor([prompts[index]]))
@@ -112,12 +111,12 @@ def measure_speculate(inputs: Inputs, method: Method, baseline: Baseline | None,
         return made | {"storage": storage_metrics(quantized, 1)}
 
     rows, samples = scored_rows(journal, "passage", len(prompts), score)
-    metrics = dict(rows[-1]["storage"]) | metrics_of_rounds(rows)
+    metrics = dict(rows[-1]["storage"]) | acceptance_metrics(rows)
     return Measurement(metrics, units_of(metrics), samples)
 
 
-def metrics_of_rounds(rows: Sequence[Row]) -> dict[str, float]:
-    """Shares of accepted tokens over all rounds, with standard errors over passages."""
+def acceptance_metrics(rows: Sequence[Row]) -> dict[str, float]:
+    """Share of drafted tokens accepted and tokens per forward, with standard errors over passages; equal texts."""
     drafted, accepted = ([sum(row[name]) for row in rows] for name in ("drafted", "accepted"))
     shares = [kept / count for kept, count in zip(accepted, drafted, strict=True) if count]
     speeds = [row["per_forward"] for row in rows if row["drafted"]]

@@ -38,7 +38,7 @@ from kvq.tasks.items import (
 )
 from kvq.tasks.measurement import Baseline, Measurement, Task, items_fingerprint
 from kvq.tasks.reader import Ends, Reader, answer_text, check_prefill
-from kvq_lab.calls import Request, Schema, read_bfcl, written
+from kvq_lab.calls import Request, Schema, call_text, read_bfcl
 from kvq_lab.functions import FAMILIES, DrawnRequest, draw_requests, draw_shots
 from kvq_lab.settings import ToolsConfig
 
@@ -52,13 +52,14 @@ def first_object(text: str) -> dict[str, Any] | None:
     if start < 0:
         return None
     try:
-        found = json.JSONDecoder(parse_constant=_refused).raw_decode(text, start)[0]
+        found = json.JSONDecoder(parse_constant=_refuse_constant).raw_decode(text, start)[0]
     except (ValueError, RecursionError):
         return None
     return found if isinstance(found, dict) else None
 
 
-def _refused(name: str) -> None:
+def _refuse_constant(name: str) -> None:
+    """Raise `ValueError` for NaN and infinities, which Python reads though they are no JSON."""
     raise ValueError(f"{name} is no JSON")
 
 
@@ -77,62 +78,63 @@ def check_answer(text: str, request: Request) -> dict[str, bool]:
         "valid_json": call is not None,
         "schema_valid": bool(schemas) and satisfies(arguments, schemas[0]),
         "right_function": name == request.function,
-        "right_arguments": isinstance(arguments, dict) and _fits(arguments, request.allowed, request.loose),
+        "right_arguments": isinstance(arguments, dict) and _arguments_fit(arguments, request.allowed, request.loose),
     }
 
 
 def satisfies(value: Any, schema: Schema) -> bool:
     """Whether a value satisfies a JSON schema, with no field of an object that its schema does not list."""
-    return bool(jsonschema.Draft202012Validator(_closed(schema)).is_valid(value))
+    return bool(jsonschema.Draft202012Validator(_forbid_other_fields(schema)).is_valid(value))
 
 
-def _closed(schema: Schema) -> Schema:
+def _forbid_other_fields(schema: Schema) -> Schema:
+    """The schema with no fields of objects but those that it lists."""
     out = dict(schema)
     if "properties" in schema:
-        inner = {name: _closed(one) for name, one in schema["properties"].items()}
+        inner = {name: _forbid_other_fields(one) for name, one in schema["properties"].items()}
         out |= {"properties": inner, "additionalProperties": False}
     if "items" in schema:
-        out["items"] = _closed(schema["items"])
+        out["items"] = _forbid_other_fields(schema["items"])
     return out
 
 
-def _fits(given: Mapping[str, Any], allowed: Mapping[str, Sequence[Any]], loose: bool) -> bool:
+def _arguments_fit(given: Mapping[str, Any], allowed: Mapping[str, Sequence[Any]], loose: bool) -> bool:
     """Whether each argument has one of its allowed values; one with "" among them may be left out."""
     if not given.keys() <= allowed.keys():
         return False
     return all(
-        any(same(given[name], value, loose) for value in values) if name in given else "" in values
+        any(is_allowed(given[name], value, loose) for value in values) if name in given else "" in values
         for name, values in allowed.items()
     )
 
 
-def same(given: Any, value: Any, loose: bool) -> bool:
+def is_allowed(given: Any, value: Any, loose: bool) -> bool:
     """Whether a value of an answer is an allowed one: numbers by value, lists in order, objects field by field.
 
     Args:
         loose: strings without case, spaces and the signs , . / - _ * ^, and with one kind of quote (BFCL's comparison).
     """
     if isinstance(value, Mapping):
-        return isinstance(given, Mapping) and _fits(given, {n: _listed(v) for n, v in value.items()}, loose)
+        return isinstance(given, Mapping) and _arguments_fit(given, {n: _as_list(v) for n, v in value.items()}, loose)
     if isinstance(value, list):
         return (
             isinstance(given, list)
             and len(given) == len(value)
-            and all(same(one, other, loose) for one, other in zip(given, value, strict=True))
+            and all(is_allowed(one, other, loose) for one, other in zip(given, value, strict=True))
         )
     if isinstance(value, str):
-        return isinstance(given, str) and (_plain(given) == _plain(value) if loose else given == value)
+        return isinstance(given, str) and (_normalize(given) == _normalize(value) if loose else given == value)
     if isinstance(value, bool) or isinstance(given, bool) or value is None:
         return given is value
     return isinstance(given, int | float) and given == value
 
 
-def _listed(values: Any) -> Sequence[Any]:
+def _as_list(values: Any) -> Sequence[Any]:
     """Allowed values of a field of an object, where a file gives a single one."""
     return values if isinstance(values, list) else [values]
 
 
-def _plain(text: str) -> str:
+def _normalize(text: str) -> str:
     return re.sub(r"[ ,./\-_*^]", "", text).lower().replace("'", '"')
 
 
@@ -172,7 +174,7 @@ def requests(inputs: Inputs) -> list[Request]:
     return inputs.shared("bfcl", (path, answers), lambda: read_bfcl(path, answers))[: task.items]
 
 
-def padding_of(inputs: Inputs, count: int) -> list[list[int]]:
+def draw_padding(inputs: Inputs, count: int) -> list[list[int]]:
     """For each of `count` items `task.padding` tokens from a random place of the dataset.
 
     Raises:
@@ -190,7 +192,7 @@ def padding_of(inputs: Inputs, count: int) -> list[list[int]]:
     return [random_piece(streams, task.padding, rng) for rng in generators]
 
 
-def offered(task: ToolsConfig, request: Request, place: int) -> tuple[Request, list[DrawnRequest]]:
+def add_shots(task: ToolsConfig, request: Request, place: int) -> tuple[Request, list[DrawnRequest]]:
     """A request with the functions of the shots among those offered, in a drawn order, and the shots."""
     shots = draw_shots(task.shots, request, place, task.seed, task.shown)
     functions = [*request.functions, *(shot.function for shot in shots if shot.function.name != request.function)]
@@ -198,11 +200,11 @@ def offered(task: ToolsConfig, request: Request, place: int) -> tuple[Request, l
     return replace(request, functions=tuple(functions[index] for index in order)), shots
 
 
-def words_of(task: ToolsConfig, request: Request, place: int) -> tuple[str, str]:
+def prompt_parts(task: ToolsConfig, request: Request, place: int) -> tuple[str, str]:
     """A prompt's text before and after the padding; `place`: of the request."""
-    request, shots = offered(task, request, place)
+    request, shots = add_shots(task, request, place)
     functions = "\n".join(function.text for function in request.functions)
-    answered = [f"Request: {shot.text}\nAnswer: {written(shot.function.name, shot.arguments)}\n\n" for shot in shots]
+    answered = [f"Request: {shot.text}\nAnswer: {call_text(shot.function.name, shot.arguments)}\n\n" for shot in shots]
     return f"{_RULE}{functions}\n\n", "".join(answered) + f"Request: {request.text}\nAnswer:"
 
 
@@ -210,35 +212,35 @@ def make_items(inputs: Inputs, unequal: bool = False) -> Items[ToolItem]:
     """Batches of prompts, of equal length unless `unequal`, and skipped items with the reason.
 
     Raises:
-        ConfigError, DataError: as `requests`, `padding_of` and `kvq.data.text.around_message`.
+        ConfigError, DataError: as `requests`, `draw_padding` and `kvq.data.text.around_message`.
     """
     task: ToolsConfig = inputs.config.task
     tokenizer, longest = inputs.tokenizer, inputs.longest_context
     front, end = around_message(tokenizer) if task.chat_template else ("", "")
     asked = requests(inputs)
     items, skipped = [], {}
-    for place, (request, text) in enumerate(zip(asked, padding_of(inputs, len(asked)), strict=True)):
-        before, after = words_of(task, request, place)
+    for place, (request, text) in enumerate(zip(asked, draw_padding(inputs, len(asked)), strict=True)):
+        before, after = prompt_parts(task, request, place)
         prompt = begun(tokenizer, encode(tokenizer, front + before, special=not task.chat_template), inputs.bos)
         prompt += [*text, *encode(tokenizer, ("\n\n" if text else "") + after + end, special=False)]
         if longest is not None and len(prompt) + task.max_new_tokens > longest:
             needed = len(prompt) + task.max_new_tokens
             skipped[request.name] = f"prompt and answer take {needed} tokens, the model takes {longest}"
         else:
-            items.append(ToolItem(offered(task, request, place)[0], tuple(prompt)))
+            items.append(ToolItem(add_shots(task, request, place)[0], tuple(prompt)))
     batches = batches_of([len(item.prompt) for item in items], task.batch_size, unequal)
     return Items([[items[index] for index in batch] for batch in batches], lambda item: item.request.name, skipped)
 
 
-def until_of(task: ToolsConfig) -> Sequence[str]:
-    """What ends an answer that has no JSON object."""
+def stop_texts(task: ToolsConfig) -> Sequence[str]:
+    """Texts at which an answer without a JSON object ends."""
     return () if task.chat_template else _UNTIL
 
 
-def ends_of(reader: Reader, inputs: Inputs) -> Ends:
-    """Whether an answer is over: after its first JSON object, or where its text ends."""
+def end_test(reader: Reader, inputs: Inputs) -> Ends:
+    """A function that tells whether the tokens of an answer are complete: a whole JSON object, or an end of text."""
     tokenizer = inputs.tokenizer
-    over = reader.ends(tokenizer, until_of(inputs.config.task))
+    over = reader.ends(tokenizer, stop_texts(inputs.config.task))
 
     def ends(tokens: Sequence[int]) -> bool:
         return over(tokens) or first_object(str(tokenizer.decode(list(tokens), skip_special_tokens=True))) is not None
@@ -246,18 +248,18 @@ def ends_of(reader: Reader, inputs: Inputs) -> Ends:
     return ends
 
 
-def answer(reader: Reader, inputs: Inputs, batch: Sequence[ToolItem]) -> list[Scored]:
+def answer_batch(reader: Reader, inputs: Inputs, batch: Sequence[ToolItem]) -> list[Scored]:
     """Write and check answers to prompts that are read together."""
     task: ToolsConfig = inputs.config.task
 
     def sample(place: int, tokens: list[int]) -> Sample:
-        request, text = batch[place].request, answer_text(inputs.tokenizer, tokens, until_of(task))
+        request, text = batch[place].request, answer_text(inputs.tokenizer, tokens, stop_texts(task))
         found = check_answer(text, request)
         asked = {"item": request.name, "request": request.text, "function": request.function}
         right = float(found["right_function"] and found["right_arguments"])
         return {**asked, "allowed": dict(request.allowed), "text": text, **found, "score": right}
 
-    return write_answers(reader, [item.prompt for item in batch], task.max_new_tokens, ends_of(reader, inputs), sample)
+    return write_answers(reader, [item.prompt for item in batch], task.max_new_tokens, end_test(reader, inputs), sample)
 
 
 def check(inputs: Inputs, method: Method) -> None:
@@ -271,23 +273,27 @@ def measure(inputs: Inputs, method: Method, baseline: Baseline | None, journal: 
     task: ToolsConfig = inputs.config.task
     reader = Reader.of(inputs, method)
     items = make_items(inputs, reader.can_mix_lengths)
-    found = measure_items(items, lambda batch: answer(reader, inputs, batch), task, journal, baseline, method.label)
+    found = measure_items(
+        items, lambda batch: answer_batch(reader, inputs, batch), task, journal, baseline, method.label
+    )
     scored = [sample for sample in found.samples if "skipped" not in sample]
     metrics = dict(found.metrics)
     for name in CHECKS:
-        metrics |= _checked(scored, baseline, task, name)
+        metrics |= _check_share(scored, baseline, task, name)
     if baseline is not None:
         pairs = pair_items(scored, baseline.samples)
         metrics["same_answers"] = float(np.mean([own["text"] == full["text"] for own, full in pairs]))
     return Measurement(metrics, units_of(metrics), found.samples)
 
 
-def _checked(samples: Sequence[Sample], baseline: Baseline | None, task: ToolsConfig, name: str) -> dict[str, float]:
+def _check_share(
+    samples: Sequence[Sample], baseline: Baseline | None, task: ToolsConfig, name: str
+) -> dict[str, float]:
     """The share of answers that pass one of `CHECKS`, and its difference from full precision's, tested in pairs."""
-    own = _scored_by(samples, name)
+    own = _score_by_check(samples, name)
     out = {name: mean_score(own)}
     if baseline is not None:
-        full = replace(baseline, samples=_scored_by(baseline.samples, name), metrics={})
+        full = replace(baseline, samples=_score_by_check(baseline.samples, name), metrics={})
         tested = compare(own, full, task, name)
         out |= {metric: tested[metric] for metric in (f"delta_{name}", f"delta_{name}_se") if metric in tested}
         out |= {f"{name}_{part}": tested[part] for part in ("lost", "gained")}
@@ -296,7 +302,8 @@ def _checked(samples: Sequence[Sample], baseline: Baseline | None, task: ToolsCo
     return out
 
 
-def _scored_by(samples: Sequence[Sample], name: str) -> list[Sample]:
+def _score_by_check(samples: Sequence[Sample], name: str) -> list[Sample]:
+    """The answered items, each with one of `CHECKS` (1 or 0) as its score."""
     return [{"item": one["item"], "score": float(one[name])} for one in samples if "skipped" not in one]
 
 
@@ -305,7 +312,7 @@ def fingerprint(inputs: Inputs) -> str:
     task: ToolsConfig = inputs.config.task
     text = inputs.long_streams(task.padding).fingerprint if task.padding else ""
     asked = enumerate(requests(inputs))
-    return items_fingerprint(inputs, ([words_of(task, one, place), asdict(one)] for place, one in asked), text)
+    return items_fingerprint(inputs, ([prompt_parts(task, one, place), asdict(one)] for place, one in asked), text)
 
 
 def texts(inputs: Inputs) -> list[str]:
@@ -313,8 +320,8 @@ def texts(inputs: Inputs) -> list[str]:
     task, tokenizer = inputs.config.task, inputs.tokenizer
     asked = requests(inputs)
     out = []
-    for place, (request, text) in enumerate(zip(asked, padding_of(inputs, len(asked)), strict=True)):
-        before, after = words_of(task, request, place)
+    for place, (request, text) in enumerate(zip(asked, draw_padding(inputs, len(asked)), strict=True)):
+        before, after = prompt_parts(task, request, place)
         out.append(f"{before}{tokenizer.decode(text)}\n\n{after}")
     return out
 

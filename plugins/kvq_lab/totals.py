@@ -14,7 +14,7 @@ from kvq.report.figures.style import lines_of
 from kvq.report.labels import keeps_first, label, method_departures
 from kvq.results import Record, Store
 from kvq.results.metrics import IN_FLIGHT, metric_of, total_bits
-from kvq_lab.advisor import elements_of, tables_at
+from kvq_lab.advisor import table_bytes_at, token_elements
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -43,7 +43,7 @@ def totals_table(records: Sequence[Record], store: Store) -> pd.DataFrame:
     """A line per run, shape and number of tokens in flight; empty where no run has tables.
 
     Of a method with runs that keep the first token and others, those that keep it: waterfill does. Bits at the larger
-    shape are those that were measured, and tables counted from the layout (`tables_at`); losses are the model's own.
+    shape are those that were measured, and tables from the layout (`table_bytes_at`); losses are the model's own.
     """
     wanted = [r for r in records if _is_drawn(r) and total_bits(r.metrics, IN_FLIGHT["32K"]) is not None]
     kept = {r.method for r in wanted if keeps_first(r)}
@@ -52,7 +52,7 @@ def totals_table(records: Sequence[Record], store: Store) -> pd.DataFrame:
         return pd.DataFrame()
     lines = []
     for record in sorted(wanted, key=lambda one: (label(one), one.metrics["bits_per_element"])):
-        own, tables = _shape_of(record.model), record.metrics.get("calibration_bytes", 0.0)
+        own, tables = _shape_of_model(record.model), record.metrics.get("calibration_bytes", 0.0)
         line = {
             "method": label(record),
             "bits": record.bits,
@@ -63,8 +63,8 @@ def totals_table(records: Sequence[Record], store: Store) -> pd.DataFrame:
             at = {"in_flight": name, "shape": record.model, "total_bits": total_bits(record.metrics, tokens)}
             lines.append(line | at)
             if own is not None or not tables:
-                size = tables_at(record, own, LARGER) if own is not None and tables else 0.0
-                bits = record.metrics["bits_per_element"] + 8 * size / (elements_of(LARGER) * tokens)
+                size = table_bytes_at(record, own, LARGER) if own is not None and tables else 0.0
+                bits = record.metrics["bits_per_element"] + 8 * size / (token_elements(LARGER) * tokens)
                 lines.append(line | at | {"shape": "8B", "tables": size, "total_bits": bits})
     return pd.DataFrame(lines)
 
@@ -74,7 +74,7 @@ def _is_drawn(record: Record) -> bool:
     return record.method in _DRAWN and own and record.metrics.get("delta_nll", 0.0) > 0
 
 
-def _shape_of(model: str) -> CacheShape | None:
+def _shape_of_model(model: str) -> CacheShape | None:
     try:
         return cache_shape(composed((f"model={model}",)).model)
     except COMPOSE_ERRORS:

@@ -34,14 +34,12 @@ from kvq_lab.settings import DriftConfig, TrajectoryConfig
 
 _TOGETHER = 8  # passages that full precision continues in one batch, to see what another order of sums changes
 
-
 _STEPS = 32  # whose logits are in memory at once
-
 
 Row = dict[str, Any]
 
 
-def passages(inputs: Inputs) -> list[list[int]]:
+def cut_passages(inputs: Inputs) -> list[list[int]]:
     """The tokens of the passages, spread evenly over the windows of the text.
 
     Raises:
@@ -71,8 +69,8 @@ class Draws:
     def __init__(self, task: TrajectoryConfig, passage: int) -> None:
         self.temperature, self.seed = task.temperature, (task.draw, passage)
 
-    def chosen(self, logits: Float[Tensor, "steps vocab"], start: int) -> Int[Tensor, " steps"]:
-        """The token of each of the steps from `start` on."""
+    def choose(self, logits: Float[Tensor, "steps vocab"], start: int) -> Int[Tensor, " steps"]:
+        """Choose the token of each of the steps from `start` on, greedily or with the steps' noise."""
         if self.temperature is None:
             return logits.argmax(-1)
         generators = (np.random.default_rng((*self.seed, start + step)) for step in range(len(logits)))
@@ -82,7 +80,7 @@ class Draws:
     def pick(self) -> Pick:
         """Chooses the tokens of one text, step after step."""
         steps = itertools.count()
-        return lambda logits: self.chosen(logits, next(steps))
+        return lambda logits: self.choose(logits, next(steps))
 
 
 class Writer:
@@ -93,7 +91,7 @@ class Writer:
         self.reader, self.full = Reader.of(inputs, method), Reader.of(inputs, without_codecs(method))
         self.ends: Ends = self.reader.ends(inputs.tokenizer)
 
-    def free(
+    def write_freely(
         self, prompts: Sequence[Sequence[int]], first: int, reader: Reader | None = None
     ) -> tuple[list[list[int]], KVCache]:
         """The continuation of each passage of a batch, and the cache that holds them; `first`: place of its first."""
@@ -102,20 +100,20 @@ class Writer:
         picks = [Draws(self.task, first + row).pick() for row in range(len(prompts))]
         return reader.write(cache, logits, self.task.new_tokens, self.ends, picks), cache
 
-    def otherwise(self, prompts: Sequence[Sequence[int]]) -> dict[str, list[list[int]]]:
-        """Continuations of full precision in batches, and with another cache dtype, to see what rounding changes."""
+    def write_with_other_rounding(self, prompts: Sequence[Sequence[int]]) -> dict[str, list[list[int]]]:
+        """Full precision's texts written in batches (`batch`) and with another cache dtype (`dtype`)."""
         batches = [(start, prompts[start : start + _TOGETHER]) for start in range(0, len(prompts), _TOGETHER)]
         loaded = self.inputs.model
         wide = (loaded.cache_dtype or loaded.model.dtype) in (torch.float32, torch.float64)
         other = replace(loaded, cache_dtype=torch.float16 if wide else torch.float32)
         reader = Reader(other, self.full.method, self.full.prefill, self.full.keep_decoded)
         return {
-            "batch": [row for start, batch in batches for row in self.free(batch, start)[0]],
-            "dtype": [self.free([prompt], place, reader)[0][0] for place, prompt in enumerate(prompts)],
+            "batch": [row for start, batch in batches for row in self.write_freely(batch, start)[0]],
+            "dtype": [self.write_freely([prompt], place, reader)[0][0] for place, prompt in enumerate(prompts)],
         }
 
     @torch.no_grad()
-    def forced(
+    def read_forced(
         self, prompt: Sequence[int], text: Sequence[int], draws: Draws
     ) -> tuple[list[bool], list[float], KVCache]:
         """For each step of a text: whether the method would write its token, and KL(full precision || method), nats.
@@ -132,7 +130,7 @@ class Writer:
                 for reader, own, first in ((self.reader, cache, logits), (self.full, plain, expected))
             )
             logits, expected = found[:, -1], right[:, -1]
-            same += (draws.chosen(found[0, :-1], start) == piece[0]).tolist()
+            same += (draws.choose(found[0, :-1], start) == piece[0]).tolist()
             distances += divergence(log_probabilities(right[0, :-1]), log_probabilities(found[0, :-1])).tolist()
         cache.check_finite()
         return same, distances, cache
@@ -146,17 +144,17 @@ def first_difference(tokens: Sequence[int], full: Sequence[int]) -> int | None:
 def measure(inputs: Inputs, method: Method, baseline: Baseline | None, journal: Journal) -> Measurement:
     """A sample for each passage; `first`: tokens before the text leaves full precision's, null where it never does."""
     task: TrajectoryConfig = inputs.config.task
-    prompts, writer = passages(inputs), Writer(inputs, method)
+    prompts, writer = cut_passages(inputs), Writer(inputs, method)
     known = {} if baseline is None else {row["item"]: row["tokens"] for row in baseline.samples}
 
     def score(index: int) -> Row:
         row: Row = {}
         if baseline is None or task.free:
-            (tokens,), cache = writer.free([prompts[index]], index)
+            (tokens,), cache = writer.write_freely([prompts[index]], index)
             row = {"tokens": tokens, "ended": writer.ends(tokens), "storage": storage_metrics(cache, 1)}
         if baseline is not None:
             full = known[f"passage {index}"]
-            same, distances, cache = writer.forced(prompts[index], full, Draws(task, index))
+            same, distances, cache = writer.read_forced(prompts[index], full, Draws(task, index))
             if task.free:
                 row["first"] = first_difference(tokens, full)
             else:
@@ -170,40 +168,41 @@ def measure(inputs: Inputs, method: Method, baseline: Baseline | None, journal: 
     if "ended" in rows[0]:
         metrics["ended"] = statistics.fmean(row["ended"] for row in rows)
     if baseline is not None:
-        metrics |= _compared(rows)
+        metrics |= _comparison_metrics(rows)
         if isinstance(task, DriftConfig):
             metrics |= drift(rows, task.parts)
     elif method.is_full_precision:
-        for name, texts in writer.otherwise(prompts).items():
+        for name, texts in writer.write_with_other_rounding(prompts).items():
             found = [first_difference(text, row["tokens"]) for text, row in zip(texts, rows, strict=True)]
-            metrics |= _left(found, rows, f"noise_{name}_")
+            metrics |= _departures(found, rows, f"noise_{name}_")
     return Measurement(metrics, units_of(metrics), samples)
 
 
-def _left(found: Sequence[int | None], rows: Sequence[Row], prefix: str = "") -> dict[str, float]:
+def _departures(found: Sequence[int | None], rows: Sequence[Row], prefix: str = "") -> dict[str, float]:
     """Share of texts that leave full precision's, and mean tokens before they do (all of one that never does)."""
     share = statistics.fmean(first is not None for first in found)
-    return {f"{prefix}left": share, f"{prefix}kept_tokens": statistics.fmean(_kept(found, rows))}
+    return {f"{prefix}left": share, f"{prefix}kept_tokens": statistics.fmean(_tokens_until_difference(found, rows))}
 
 
-def _kept(found: Sequence[int | None], rows: Sequence[Row]) -> list[int]:
+def _tokens_until_difference(found: Sequence[int | None], rows: Sequence[Row]) -> list[int]:
+    """Tokens of each text before it leaves full precision's; all of one that never does (None in `found`)."""
     texts = [row["tokens"] if "tokens" in row else row["same"] for row in rows]
     return [len(text) if first is None else first for first, text in zip(found, texts, strict=True)]
 
 
 def standard_error(values: Sequence[float]) -> float:
-    """Of the mean of two or more values."""
+    """Standard error of the mean of two or more values."""
     return statistics.stdev(values) / len(values) ** 0.5
 
 
-def _compared(rows: Sequence[Row]) -> dict[str, float]:
+def _comparison_metrics(rows: Sequence[Row]) -> dict[str, float]:
     """Metrics of a method and full precision, with standard errors over passages."""
     found = [row["first"] for row in rows]
     shares = [statistics.fmean(row["same"]) for row in rows]
     distances = np.concatenate([row["kl"] for row in rows])
     return {
-        **_left(found, rows),
-        "kept_tokens_se": standard_error(_kept(found, rows)),
+        **_departures(found, rows),
+        "kept_tokens_se": standard_error(_tokens_until_difference(found, rows)),
         "same_share": statistics.fmean(shares),
         "same_share_se": standard_error(shares),
         "kl_mean": float(distances.mean()),

@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Sequence
 from kvq.errors import ConfigError, KvqError, printable
 
 
-def answered(
+def run_command(
     arguments: Sequence[str] | None,
     usage: str,
     work: Callable[[list[str]], int],
@@ -30,7 +30,7 @@ def answered(
         return 1 if isinstance(error, failed) else 2
 
 
-def given_words(words: Sequence[str], names: Collection[str], bounds: bool = False) -> dict[str, str]:
+def parse_words(words: Sequence[str], names: Collection[str], bounds: bool = False) -> dict[str, str]:
     """Values by name; with `bounds`, also of `name<=value`.
 
     Raises:
@@ -46,7 +46,7 @@ def given_words(words: Sequence[str], names: Collection[str], bounds: bool = Fal
     return given
 
 
-def number(name: str, text: str, says: str, fits: Callable[[float], bool]) -> float:
+def parse_number(name: str, text: str, says: str, fits: Callable[[float], bool]) -> float:
     """A number. Raises: ConfigError: `text` is none, or does not fit, with what it `says` instead."""
     try:
         value = float(text)

@@ -53,11 +53,13 @@ class AllLayers(Policy):
         return method
 
     def wrap_side(self, like: CacheSide, side: str, layer: int, layers: int) -> CacheSide:
+        """A `JoinedSide` in place of a side whose codec joins layers; any other side as it is."""
         if like.codec is None or not like.codec.joins_layers:
             return like
         return JoinedSide(like.codec, like.residual, like.label, like.keep_decoded, getattr(like, "most_sinks", 0))
 
     def wrap_layer(self, like: KVCacheLayer, layer: int, config: Any) -> KVCacheLayer:
+        """The layer with both its sides, as one that is linked to all others."""
         return LayerOfAll(like.key, like.value)
 
 
@@ -72,8 +74,8 @@ class JoinedStates:
             if isinstance(side._store, LayerShare):
                 side._store.joined = self
 
-    def holds(self, tokens: int) -> bool:
-        """Whether the first `tokens` tokens behind the sinks are packed, or can be."""
+    def can_pack(self, tokens: int) -> bool:
+        """Whether the first `tokens` tokens behind the sinks are packed, or every layer has the states to pack them."""
         packed = 0 if self.store is None else self.store.tokens
         return tokens <= packed or all(side.packed_tokens + side.residual_tokens >= tokens for side in self.sides)
 
@@ -102,8 +104,11 @@ class JoinedStates:
             found.append(own.to(first.device))
         self.store.add(torch.cat(found, 1), block, None if rope is None else rope.to(first.device))
 
-    def of(self, place: int, start: int, end: int, rope: Rope | None) -> States:
-        """The decoded tokens of one layer. They are decoded once for all layers, and kept until the last has come."""
+    def decoded_layer(self, place: int, start: int, end: int, rope: Rope | None) -> States:
+        """Packed tokens `start` to `end` of layer `place`, decoded.
+
+        All layers are decoded at once and the result is kept until every layer has read its part (`clear`).
+        """
         assert self.store is not None
         if self._decoded is None or self._decoded[0] != self.store.tokens:
             turns = None if rope is None else rope.to(self.sides[0].device)
@@ -111,8 +116,8 @@ class JoinedStates:
         own = self._decoded[1].unflatten(1, (len(self.sides), -1))[:, place]
         return own[:, :, start:end].to(self.sides[place].device)
 
-    def settle(self, first: bool) -> None:
-        """Once all layers have the tokens of a forward, let go in each of them what has waited for the others."""
+    def flush_waiting(self, first: bool) -> None:
+        """Once every layer has the tokens of a forward, pack in each layer those that waited for the other layers."""
         if len({side.seen for side in self.sides}) == 1:
             for side in self.sides:
                 SinkSide._flush(side, first)
@@ -123,6 +128,7 @@ class JoinedStates:
         self._decoded = None
 
     def reset(self) -> None:
+        """Forget the packed tokens of all layers."""
         self.store = None
         self.clear()
 
@@ -134,7 +140,10 @@ class JoinedStates:
 
 
 class LayerShare(BlockStore):
-    """One layer's part of the packed tokens of all layers; bytes and stored parts are the first layer's."""
+    """One layer's view of the packed tokens of all layers.
+
+    Bytes and stored parts are counted, saved and selected in the first layer; other layers have none.
+    """
 
     saved = ("_tokens",)
 
@@ -144,34 +153,42 @@ class LayerShare(BlockStore):
 
     @property
     def tokens(self) -> int:
+        """Packed tokens of this layer."""
         return self._tokens
 
     @property
     def _held(self) -> BlockStore | None:
+        """The store of all layers' tokens where this is the first layer; None: another layer."""
         return None if self.place else self.joined.store
 
     @property
     def nbytes(self) -> int:
+        """Stored bytes of all layers in the first layer, 0 in the others."""
         return 0 if self._held is None else self._held.nbytes
 
     @property
     def packed(self) -> list[Packed]:
+        """The packed blocks of all layers in the first layer, none in the others."""
         return [] if self._held is None else self._held.packed
 
     def add(self, states: States, block: int | None, rope: Rope | None, decoded: bool = False) -> States | None:
+        """Pack this layer's next tokens with those of all layers; with `decoded`, return them decoded."""
         start, self._tokens = self._tokens, self._tokens + states.shape[2]
         self.joined.encode(self.place, states, self._tokens, block, rope)
-        return self.joined.of(self.place, start, self._tokens, rope) if decoded else None
+        return self.joined.decoded_layer(self.place, start, self._tokens, rope) if decoded else None
 
     def past(self, rope: Rope | None) -> States:
-        return self.joined.of(self.place, 0, self._tokens, rope)
+        """All packed tokens of this layer, decoded."""
+        return self.joined.decoded_layer(self.place, 0, self._tokens, rope)
 
     def write(self, out: Writer) -> None:
+        """Save the number of tokens and, in the first layer, the packed tokens of all layers."""
         super().write(out)
         if self._held is not None:
             self._held.write(out.part("joined"))
 
     def read(self, given: Reader, rope: Rope | None) -> None:
+        """Read a saved share; the first layer's has the packed tokens of all layers."""
         given.fields(self, self.saved)
         if "joined" in given.tree:
             self.joined.reset()
@@ -181,9 +198,11 @@ class LayerShare(BlockStore):
             self.joined.store.read(given.part("joined"), rope)
 
     def fork(self) -> LayerShare:
-        return copy.copy(self)  # `link` follows
+        """A copy that still reads the same joined tokens, until `LayerOfAll.link` gives it its own."""
+        return copy.copy(self)
 
     def select(self, index: Tensor) -> None:
+        """Keep, or repeat, sequences of the batch by their indices, once for all layers."""
         if self._held is not None:
             self._held.select(index)
             self.joined.clear()
@@ -214,39 +233,47 @@ class JoinedSide(SinkSide):
             )
 
     def reset(self) -> None:
+        """Forget all tokens of this side, and the packed tokens of all layers with them."""
         super().reset()
         if self.joined is not None:
             self.joined.reset()
 
     def _receive(self, states: Tensor) -> bool:
+        """As `CacheSide._receive`, after noting the device of the new states."""
         self.device = states.device
         return super()._receive(states)
 
     @property
     def bits_per_element(self) -> float:
+        """Stored bits per element of the packed tokens, as a mean over all layers."""
         assert self.joined is not None
         return self.joined.bits_per_element if self.packed_tokens else super().bits_per_element
 
     def new_store(self, codec: Codec) -> BlockStore:
-        """An empty store of the tokens of all layers."""
+        """An empty store for the tokens of all layers together."""
         return super()._new_store(codec)
 
     def _new_store(self, codec: Codec) -> BlockStore:
+        """An empty `LayerShare` of this side's layer."""
         assert self.joined is not None
         return LayerShare(self.joined, self.place)
 
     def _flush(self, first: bool, decoded: bool = False) -> Tensor | None:
-        """As `CacheSide`. Raises: Unsupported: a query reads a token decoded that has come in the same forward."""
+        """As `CacheSide._flush`, as far as every layer has its states, then in all layers what waited for this one.
+
+        Raises:
+            Unsupported: a query would read a token decoded that came in the same forward.
+        """
         assert self.joined is not None
         out = None
-        if self.joined.holds(self.packed_tokens + self._leaving(self.residual_tokens, first)):
+        if self.joined.can_pack(self.packed_tokens + self._leaving(self.residual_tokens, first)):
             out = super()._flush(first, decoded)
         elif decoded:
             raise Unsupported(
                 f"{self.label}: all layers are encoded together, and of these tokens a query reads one decoded; "
                 f"feed at most {self._kept or self._group} at once, up to where a block leaves full precision"
             )
-        self.joined.settle(first)
+        self.joined.flush_waiting(first)
         return out
 
 
@@ -257,12 +284,14 @@ class LayerOfAll(KVCacheLayer):
     no_padding_reason = "encodes all layers together"
 
     def link(self, layers: Sequence[Layer]) -> None:
+        """Join the keys of all layers, and their values; what they have packed is forked."""
         for sides in ([layer.key for layer in layers], [layer.value for layer in layers]):
             if isinstance(sides[0], JoinedSide):
                 before = sides[0].joined
                 JoinedStates(sides, None if before is None or before.store is None else before.store.fork())
 
     def check_rotations(self, layers: Sequence[Layer]) -> None:
+        """Raise `Unsupported` where layers that are encoded together have different rotary embeddings."""
         for side in (self.key, self.value):
             joined = side.joined if isinstance(side, JoinedSide) and side.uses_rope else None
             if joined is not None and any(one.rope is not side.rope for one in joined.sides):

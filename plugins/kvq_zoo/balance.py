@@ -56,7 +56,7 @@ class VarianceBalance(Stage):
         self.imbalance: Imbalance = choice(Imbalance, imbalance, "imbalance")
 
     def scales(self, x: Float[Tensor, "*lead tokens dim"]) -> Tensor:
-        """The kept scales `[..., tokens, 1]` or `[..., 1, dim]`, unrounded."""
+        """Scales of the axis `kept` that divide x, before rounding to fp16: `[..., tokens, 1]` or `[..., 1, dim]`."""
         along, across = (-1, -2) if self.kept == "per_token" else (-2, -1)
         own, other = (torch.zeros_like(_deviation(x, dim)) for dim in (along, across))
         best, least = own.exp(), self._imbalance(x)
@@ -72,6 +72,7 @@ class VarianceBalance(Stage):
         return best
 
     def _imbalance(self, x: Float[Tensor, "*lead tokens dim"]) -> Float[Tensor, "*lead 1 1"]:
+        """Largest over smallest standard deviation (or variance) of tokens, plus the same of channels; 2 at least."""
         ratios = []
         for dim in (-1, -2):
             deviation = _deviation(x, dim)
@@ -81,10 +82,12 @@ class VarianceBalance(Stage):
         return ratios[0] + ratios[1]
 
     def forward(self, x: Tensor) -> tuple[Tensor, Side]:
+        """x over its scales, and `scale`."""
         scale = self.scales(x)
         return x / scale, {"scale": scale}
 
     def inverse(self, y: Tensor, side: Side) -> Tensor:
+        """y times the stored `scale`."""
         return y * side["scale"]
 
 

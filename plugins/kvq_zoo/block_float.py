@@ -81,40 +81,40 @@ class BlockFloatQuantizer(CodeQuantizer):
             exponent = (largest * _NEAR).clamp_min_(_LEAST_E8M0).log2_().add_(0.5).floor_()
             scale, stored = torch.exp2(exponent), exponent.add(127).masked_fill_(largest == 0, 0).to(torch.uint8)
         elif self.scale == "e4m3_up":
-            stored = _e4m3_up((largest / 6).clamp_min_(_LEAST_E4M3))
+            stored = _round_up_to_e4m3((largest / 6).clamp_min_(_LEAST_E4M3))
             scale = stored.to(x.dtype)
         else:
-            stored = _e4m3(largest * (1 / 6))
+            stored = _round_to_e4m3(largest * (1 / 6))
             if self.four_over_six:
-                other = _e4m3(largest / 4)
-                closer = _error(groups, other, self.rounding) < _error(groups, stored, self.rounding)
+                other = _round_to_e4m3(largest / 4)
+                closer = _squared_errors(groups, other, self.rounding) < _squared_errors(groups, stored, self.rounding)
                 stored = torch.where(closer, other.to(x.dtype), stored.to(x.dtype)).to(torch.float8_e4m3fn)
             scale = stored.to(x.dtype)
-        codes = _codes(groups, scale, self.rounding).flatten(-2)[..., : x.shape[-1]]
+        codes = _encode_e2m1(groups, scale, self.rounding).flatten(-2)[..., : x.shape[-1]]
         return pack_parts(codes, self.bits) | {"scale": stored.squeeze(-1)}
 
     def decode(self, parts: Parts, shape: torch.Size, dtype: torch.dtype) -> Float[Tensor, "*lead heads tokens dim"]:
-        """`scale * number`."""
+        """The e2m1 number of each code times the scale of its group."""
         scale = parts["scale"].to(dtype)
         if self.scale in ("e8m0", "e8m0_near"):
             scale = torch.exp2(scale - 127)
-        return times_scale(_numbers(unpack_parts(parts, self.bits, shape[-2]), dtype), scale, self.group_size)
+        return times_scale(_decode_e2m1(unpack_parts(parts, self.bits, shape[-2]), dtype), scale, self.group_size)
 
 
-def _e4m3(x: Tensor) -> Tensor:
+def _round_to_e4m3(x: Tensor) -> Tensor:
     """The nearest e4m3 number, saturating."""
     return x.clamp(max=torch.finfo(torch.float8_e4m3fn).max).to(torch.float8_e4m3fn)
 
 
-def _e4m3_up(x: Tensor) -> Tensor:
+def _round_up_to_e4m3(x: Tensor) -> Tensor:
     """The least e4m3 number that is not below `x`, which is positive; the largest number above that."""
-    near = _e4m3(x)
+    near = _round_to_e4m3(x)
     code = near.view(torch.uint8)  # of positive numbers, in their order
-    below = (near.to(x.dtype) < x) & (code < _e4m3(torch.full_like(x, torch.inf)).view(torch.uint8))
+    below = (near.to(x.dtype) < x) & (code < _round_to_e4m3(torch.full_like(x, torch.inf)).view(torch.uint8))
     return (code + below.to(torch.uint8)).view(torch.float8_e4m3fn)
 
 
-def _codes(x: Tensor, scale: Tensor, rounding: Rounding) -> UInt8[Tensor, "*shape"]:
+def _encode_e2m1(x: Tensor, scale: Tensor, rounding: Rounding) -> UInt8[Tensor, "*shape"]:
     """Index of the nearest e2m1 number to the magnitude of x / scale, 8 more where x < 0; 0 where the scale is 0."""
     magnitude = x.abs().mul_(scale.masked_fill(scale == 0, torch.inf).reciprocal_())
     codes = torch.zeros(x.shape, dtype=torch.uint8, device=x.device)
@@ -130,14 +130,14 @@ def _codes(x: Tensor, scale: Tensor, rounding: Rounding) -> UInt8[Tensor, "*shap
     return codes + _NEGATIVE * negative.to(torch.uint8)
 
 
-def _numbers(codes: Tensor, dtype: torch.dtype) -> Tensor:
-    """The e2m1 numbers of codes."""
+def _decode_e2m1(codes: Tensor, dtype: torch.dtype) -> Tensor:
+    """The e2m1 numbers that 4-bit codes stand for, before the scale."""
     levels = (*_LEVELS, *(-level for level in _LEVELS))
     return looked_up(torch.tensor(levels, dtype=dtype, device=codes.device), codes)
 
 
-def _error(groups: Tensor, stored: Tensor, rounding: Rounding) -> Tensor:
-    """Sum of squared errors of each group under a scale."""
+def _squared_errors(groups: Tensor, stored: Tensor, rounding: Rounding) -> Tensor:
+    """Sum of squared errors of each group `[..., groups, 1]` quantized with the scales `stored` (e4m3)."""
     scale = stored.to(groups.dtype)
-    decoded = _numbers(_codes(groups, scale, rounding), groups.dtype) * scale
+    decoded = _decode_e2m1(_encode_e2m1(groups, scale, rounding), groups.dtype) * scale
     return (groups - decoded).square().sum(-1, keepdim=True)

@@ -40,6 +40,7 @@ class ChannelGroups(Calibrated, Quantizer):
         self._channels: dict[torch.device, list[dict[str, Int[Tensor, " size"]]]] = {}
 
     def bound(self, tables: Mapping[str, Tensor] | None, heads: int, head_dim: int) -> Calibrated:
+        """As `Calibrated.bound`: a copy for one layer with its own table of groups."""
         other = super().bound(tables, heads, head_dim)
         assert isinstance(other, ChannelGroups)
         other._channels = {}
@@ -128,12 +129,15 @@ class PairWidths(ChannelGroups):
         assert moments is not None
         means = (x.double().square().mean(1) + moments.diagonal(dim1=-2, dim2=-1)) / 2
         low, high = means.chunk(2, -1)
-        widths = torch.tensor([allocated(head, self.bits, self.most) for head in (low + high).tolist()])
+        widths = torch.tensor([allocate_bits(head, self.bits, self.most) for head in (low + high).tolist()])
         return {"group": (widths.repeat(1, 2)[:, None] - 1).to(torch.uint8)}
 
 
-def allocated(energies: Sequence[float], mean: float | int, most: int) -> list[int]:
-    """Bits of each pair, of which the pair of largest energy / 4^bits gets the next; of equal ones, the first."""
+def allocate_bits(energies: Sequence[float], mean: float | int, most: int) -> list[int]:
+    """Choose the bits of each pair of channels: 1 to `most`, `mean` on average (rounded down in sum).
+
+    All begin with 1 bit; the next bit goes to the pair of largest energy / 4^bits, of equal ones to the first.
+    """
     widths = [1] * len(energies)
     for _ in range(int(len(energies) * mean) - len(energies)):
         _, pair = max((energies[i] / 4.0 ** widths[i], -i) for i in range(len(energies)) if widths[i] < most)

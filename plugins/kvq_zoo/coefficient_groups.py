@@ -32,10 +32,10 @@ _TOGETHER = 2**24
 _NONE = (1, 0)
 
 
-def coded(
+def quantize_groups(
     x: Float[Tensor, "*lead size"], kind: int
 ) -> tuple[Integer[Tensor, "*lead size"], Float[Tensor, "*lead 1"], Float[Tensor, "*lead 1"]]:
-    """Codes of groups, and their scale and shift in fp16.
+    """Quantize groups to `kind` bits a coefficient: codes in uint8, and the scale and the shift of each group in fp16.
 
     2 and 4 bits: the shift is the least value, the scale the range over 2^kind - 1, halves go to the even code. 8 bits:
     e4m3 of what lies about the middle of the range, scaled to its largest number.
@@ -53,8 +53,8 @@ def coded(
     return codes, to_stored(scale, torch.float16), to_stored(shift, torch.float16)
 
 
-def values_of(codes: Integer[Tensor, "*lead size"], kind: int, dtype: torch.dtype) -> Float[Tensor, "*lead size"]:
-    """What codes stand for, before scale and shift."""
+def code_numbers(codes: Integer[Tensor, "*lead size"], kind: int, dtype: torch.dtype) -> Float[Tensor, "*lead size"]:
+    """The numbers that codes of `kind` bits stand for, before scale and shift are applied."""
     return (codes.view(_E4M3) if kind == 8 else codes).to(dtype)
 
 
@@ -66,26 +66,27 @@ class Groups:
     kinds: tuple[int, ...]
 
     @property
-    def used(self) -> int:
-        """Coefficients up to the end of the last group."""
+    def coefficients(self) -> int:
+        """Number of coefficients up to the end of the last group."""
         return sum(self.sizes)
 
     @property
-    def cost(self) -> int:
-        """Bits of a token, scales and shifts included."""
-        return sum(cost(size, kind) for size, kind in zip(self.sizes, self.kinds, strict=True))
+    def bits_per_token(self) -> int:
+        """Stored bits of one token, scales and shifts included."""
+        return sum(group_bits(size, kind) for size, kind in zip(self.sizes, self.kinds, strict=True))
 
     @cached_property
     def layout(self) -> Layout:
-        """The fields of a token's string."""
+        """Bits of each coefficient's code in a token's bit string, in order; scales and shifts are not part of it."""
         pairs = zip(self.sizes, self.kinds, strict=True)
         return Layout(tuple(kind for size, kind in pairs for _ in range(size)))
 
     @cached_property
-    def alike(self) -> tuple[tuple[int, Tensor, Tensor], ...]:
-        """Of all groups of one size and kind: the kind, their coefficients `[groups, size]`, their place among scales.
+    def batches(self) -> tuple[tuple[int, Tensor, Tensor], ...]:
+        """Stored groups that can be quantized together, one entry for each size and kind.
 
-        Groups that are not stored have no scale.
+        An entry is the kind, the indices of the groups' coefficients `[groups, size]` and the indices of their scales
+        `[groups]`. Groups that are not stored have no scale.
         """
         found: dict[tuple[int, int], tuple[list[int], list[int]]] = {}
         start = place = 0
@@ -102,54 +103,59 @@ class Groups:
         )
 
     @property
-    def scales(self) -> int:
-        """Groups that are stored."""
+    def stored_groups(self) -> int:
+        """Number of groups that are stored, each with a scale and a shift."""
         return sum(kind > 0 for kind in self.kinds)
 
 
-def cost(size: int, kind: int) -> int:
-    """Bits of a group of a token: its coefficients, a scale and a shift."""
+def group_bits(size: int, kind: int) -> int:
+    """Stored bits of one group of one token: `size` codes of `kind` bits, a scale and a shift; 0 where kind is 0."""
     return size * kind + SIDE_BITS if kind else 0
 
 
 @dataclass(frozen=True)
-class Errors:
-    """Squared errors of the groups of n coefficients, summed over tokens.
+class GroupErrors:
+    """Squared error of every possible group of n coefficients, summed over tokens.
 
-    `energies` `[n]`: of coefficients that are not stored. `of[size, kind]` `[n - size + 1]`: of the group that begins
-    at a coefficient.
+    `energies` `[n]`: of each coefficient if it is not stored. `by_option[size, kind]` `[n - size + 1]`: of the group
+    of this size and kind that begins at each coefficient.
     """
 
     energies: Float[np.ndarray, " n"]
-    of: Mapping[tuple[int, int], Float[np.ndarray, " starts"]]
+    by_option: Mapping[tuple[int, int], Float[np.ndarray, " starts"]]
 
     @property
     def options(self) -> list[tuple[int, int]]:
         """Sizes and kinds that a group may have; the first is one coefficient that is not stored."""
-        return [_NONE, *self.of]
+        return [_NONE, *self.by_option]
 
 
-def measured(z: Float[Tensor, "tokens n"], sizes: Sequence[int]) -> Errors:
-    """Errors of all groups of these sizes, those that are larger than n left out."""
+def measure_errors(z: Float[Tensor, "tokens n"], sizes: Sequence[int]) -> GroupErrors:
+    """Quantize every group of these sizes at every kind and measure its error; sizes larger than n are left out."""
     found = {}
     for size in (size for size in sizes if size <= z.shape[1]):
         windows = z.unfold(1, size, 1)
         for kind in KINDS if size > 1 else KINDS[:1]:  # one coefficient is its shift, whatever the bits
             pieces = windows.split(max(1, _TOGETHER // (len(z) * size)), 1)
-            found[size, kind] = torch.cat([_error(piece, kind) for piece in pieces]).numpy()
-    return Errors(z.double().square().sum(0).numpy(), found)
+            found[size, kind] = torch.cat([_squared_errors(piece, kind) for piece in pieces]).numpy()
+    return GroupErrors(z.double().square().sum(0).numpy(), found)
 
 
-def _error(x: Float[Tensor, "tokens groups size"], kind: int) -> Float[Tensor, " groups"]:
-    codes, scale, shift = coded(x, kind)
-    out = values_of(codes, kind, x.dtype) * scale.to(x.dtype) + shift.to(x.dtype)
+def _squared_errors(x: Float[Tensor, "tokens groups size"], kind: int) -> Float[Tensor, " groups"]:
+    """Squared error of each group quantized to `kind` bits a coefficient, summed over tokens, in fp64."""
+    codes, scale, shift = quantize_groups(x, kind)
+    out = code_numbers(codes, kind, x.dtype) * scale.to(x.dtype) + shift.to(x.dtype)
     return (out - x).square().sum((0, 2), dtype=torch.float64)
 
 
-class _Table:
-    """Least errors of the first i coefficients at up to u units of bits, `[n + 1, u + 1]`, and the last group."""
+class _LeastErrors:
+    """The least error of the first i of n coefficients in at most u units, for all i and u, by dynamic programming.
 
-    def __init__(self, errors: Errors, unit: int, most: int) -> None:
+    A unit is `unit` bits of a token. `least` `[n + 1, most + 1]`: the errors; `last`, of the same shape: which option
+    of `GroupErrors.options` the last group has.
+    """
+
+    def __init__(self, errors: GroupErrors, unit: int, most: int) -> None:
         n = len(errors.energies)
         self.errors, self.unit = errors, unit
         self.least = np.zeros((n + 1, most + 1))
@@ -157,10 +163,10 @@ class _Table:
         for end in range(1, n + 1):
             best = self.least[end - 1] + errors.energies[end - 1]
             for number, (size, kind) in enumerate(errors.options):
-                spent = cost(size, kind) // unit
+                spent = group_bits(size, kind) // unit
                 if kind == 0 or size > end or spent > most:
                     continue
-                tried = self.least[end - size, : most + 1 - spent] + errors.of[size, kind][end - size]
+                tried = self.least[end - size, : most + 1 - spent] + errors.by_option[size, kind][end - size]
                 better = tried < best[spent:]
                 best[spent:][better] = tried[better]
                 self.last[end, spent:][better] = number
@@ -168,36 +174,43 @@ class _Table:
 
     @property
     def curve(self) -> Float[np.ndarray, " units"]:
-        """Least error of all coefficients at up to each number of units."""
+        """Least error of all n coefficients in at most 0, 1, ... units of `unit` bits of a token."""
         return self.least[-1]
 
     def groups(self, units: int) -> Groups:
-        """The groups of least error at up to `units`, without coefficients after the last that is stored."""
+        """The groups of least error in at most `units` units; coefficients after the last stored one are left out."""
         found, end = [], len(self.least) - 1
         while end:
             size, kind = self.errors.options[self.last[end, units]]
             found.append((size, kind))
-            end, units = end - size, units - cost(size, kind) // self.unit
+            end, units = end - size, units - group_bits(size, kind) // self.unit
         while found and found[0][1] == 0:
             found.pop(0)
         return Groups(tuple(size for size, _ in reversed(found)), tuple(kind for _, kind in reversed(found)))
 
 
-def planned(layers: Sequence[Errors], bits: int) -> list[Groups]:
-    """The groups of least total error whose bits of a token, over all layers, are at most `bits`."""
-    unit = math.gcd(*(cost(*option) for errors in layers for option in errors.options)) or 1
+def plan_groups(layers: Sequence[GroupErrors], bits: int) -> list[Groups]:
+    """Choose each layer's groups: least total error with at most `bits` bits of a token over all layers together."""
+    unit = math.gcd(*(group_bits(*option) for errors in layers for option in errors.options)) or 1
     units = bits // unit
     curves = []
     for errors in layers:
         # Beyond this more bits change nothing: every coefficient in a group of its own, of the most bits.
-        most = max((cost(size, kind) / size for size, kind in errors.of), default=0.0) * len(errors.energies) / unit
-        curves.append(_Table(errors, unit, min(units, math.ceil(most))).curve)
-    shares = _shares(curves, units)
-    return [_Table(errors, unit, share).groups(share) for errors, share in zip(layers, shares, strict=True)]
+        most = (
+            max((group_bits(size, kind) / size for size, kind in errors.by_option), default=0.0)
+            * len(errors.energies)
+            / unit
+        )
+        curves.append(_LeastErrors(errors, unit, min(units, math.ceil(most))).curve)
+    shares = _share_units(curves, units)
+    return [_LeastErrors(errors, unit, share).groups(share) for errors, share in zip(layers, shares, strict=True)]
 
 
-def _shares(curves: Sequence[Float[np.ndarray, " units"]], units: int) -> list[int]:
-    """Units of each layer, at which the sum of the curves is least; of equal ones, fewer for later layers."""
+def _share_units(curves: Sequence[Float[np.ndarray, " units"]], units: int) -> list[int]:
+    """Share out `units` among layers so that the sum of their errors is least; of equal shares, fewer for later layers.
+
+    `curves`: of each layer its least error in at most 0, 1, ... units.
+    """
     total = np.zeros(units + 1)
     chosen = []
     for curve in curves:

@@ -15,7 +15,7 @@ from kvq.codecs.stages import Side, Stage
 from kvq.errors import require
 
 
-def bit_reversal(order: int) -> Int[Tensor, " order"]:
+def bit_reversed_ranks(order: int) -> Int[Tensor, " order"]:
     """The rank of each index from 0 to `order` - 1 by its bits in reverse; of a power of two, those bits themselves."""
     index, out = torch.arange(order), torch.zeros(order, dtype=torch.long)
     for _ in range((order - 1).bit_length()):
@@ -36,7 +36,7 @@ def covariance_rotation(moments: Moments) -> Moments:
     vectors = eigenvectors((moments.double() + moments.double().mT) / 2)[1]
     turned = vectors @ (hadamard_matrix(dim).to(moments.device) / dim**0.5)
     order = torch.empty(dim, dtype=torch.long)
-    order[bit_reversal(dim)] = torch.arange(dim - 1, -1, -1)
+    order[bit_reversed_ranks(dim)] = torch.arange(dim - 1, -1, -1)
     return turned.index_select(-1, order.to(turned.device))
 
 
@@ -61,6 +61,7 @@ class CovarianceRotation(TableRotation):
         self.shared = shared
 
     def fit(self, x: States, gradients: States | None, seed: int, moments: Moments | None = None) -> Tables:
+        """`rotation` (`covariance_rotation`) from second moments `[heads, dim, dim]`; the states are not used."""
         assert moments is not None
         return {"rotation": covariance_rotation(moments.mean(0, keepdim=True) if self.shared else moments).float()}
 

@@ -52,15 +52,17 @@ class DeflateCodec(CodedBlocks):
         super().__init__(stages, order, quantizer)
         at_least("tokens", tokens, 2)
         if quantizer.variable_rows:
-            raise self._varies()
+            raise self._variable_size_error()
         self.tokens = tokens
         self._known: dict[tuple[Any, ...], dict[str, _Form]] = {}
 
-    def _varies(self) -> Unsupported:
+    def _variable_size_error(self) -> Unsupported:
+        """The error for a quantizer whose number of bytes depends on the values."""
         kind = type(self.quantizer).__name__
         return Unsupported(f"DeflateCodec: the bytes of a {kind} follow the values; use kvq.codecs.Codec")
 
     def rebuilt(self, stages: Iterable[tuple[str, Stage]], quantizer: Quantizer | None = None) -> Codec:
+        """A codec with other stages, and another quantizer if one is given, compressed in the same way."""
         chain = list(stages)
         return type(self)(dict(chain), [name for name, _ in chain], quantizer or self.quantizer, self.tokens)
 
@@ -70,14 +72,15 @@ class DeflateCodec(CodedBlocks):
         return shared_group([super().token_group, self.tokens])
 
     def encode(self, x: States, block: int | None = None, rope: Rope | None = None) -> Packed:
+        """As `Codec.encode`, with the parts compressed into `stream` and `size`."""
         packed = super().encode(x, block, rope)
         by_sequence: list[list[bytes]] = [[] for _ in range(packed.batch)]
         for run, parts in packed.by_run():
             if self._forms(packed, run.tokens) != _forms_of(run, parts):
-                raise self._varies()
+                raise self._variable_size_error()
             flat = [_bytes_of(part).flatten(2) for _, part in sorted(run.blocks(parts).items())]
             for found, sequence in zip(by_sequence, torch.cat(flat, 2).cpu().numpy(), strict=True):
-                found += [_deflated(own.tobytes()) for own in sequence]
+                found += [_compress(own.tobytes()) for own in sequence]
         stream, taken = streams(by_sequence)
         parts = {
             STREAM: torch.from_numpy(stream)[:, None, :, None].to(x.device),
@@ -86,6 +89,7 @@ class DeflateCodec(CodedBlocks):
         return replace(packed, parts=parts, runs=tuple(replace(run, rows={SIZE: 1}) for run in packed.runs))
 
     def planes(self, packed: Packed) -> Packed:
+        """Decompress: the parts as the codec inside made them. Raises: DataError: a damaged stream."""
         stream, size = packed.parts[STREAM], packed.parts[SIZE]
         both = zip(stream[:, 0, :, 0].cpu().numpy(), size[:, 0, :, 0].cpu().numpy(), strict=True)
         sequences = [pieces(*own) for own in both]
@@ -93,20 +97,21 @@ class DeflateCodec(CodedBlocks):
         for run in packed.runs:
             forms = self._forms(packed, run.tokens)
             sizes = [form.nbytes for form in forms.values()]
-            raw = [np.stack([_inflated(next(own), sum(sizes)) for _ in range(run.count)]) for own in sequences]
+            raw = [np.stack([_decompress(next(own), sum(sizes)) for _ in range(run.count)]) for own in sequences]
             cut = torch.from_numpy(np.stack(raw)).to(stream.device).split(sizes, 2)
-            parts = {name: form.of(part) for (name, form), part in zip(forms.items(), cut, strict=True)}
+            parts = {name: form.from_bytes(part) for (name, form), part in zip(forms.items(), cut, strict=True)}
             found.append({name: part.transpose(1, 2).flatten(2, 3) for name, part in parts.items()})
             runs.append(replace(run, rows={name: part.shape[-2] for name, part in parts.items()}))
         joined = {name: torch.cat([parts[name] for parts in found], 2) for name in found[0]}
         return replace(packed, parts=joined, runs=tuple(runs))
 
     def uncoded_bytes(self, packed: Packed) -> int:
+        """Bytes of the parts before compression, of all sequences."""
         of_runs = (run.count * sum(f.nbytes for f in self._forms(packed, run.tokens).values()) for run in packed.runs)
         return packed.batch * sum(of_runs)
 
     def _forms(self, like: Packed, tokens: int) -> dict[str, _Form]:
-        """The form of each part of a block of `tokens` tokens, in alphabetical order."""
+        """Shape and dtype of each part of a block of `tokens` tokens, in alphabetical order."""
         known = (tokens, like.heads, like.head_dim, like.dtype)
         if known not in self._known:
             zeros = torch.zeros(1, like.heads, tokens, like.head_dim, dtype=like.dtype)
@@ -118,17 +123,18 @@ class DeflateCodec(CodedBlocks):
 
 @dataclass(frozen=True)
 class _Form:
-    """A part of a block `[heads or 1, rows, columns]`."""
+    """Shape `[heads or 1, rows, columns]` and dtype of a part of a block."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
 
     @property
     def nbytes(self) -> int:
+        """Bytes of the part."""
         return math.prod(self.shape) * self.dtype.itemsize
 
-    def of(self, raw: UInt8[Tensor, "batch blocks bytes"]) -> Tensor:
-        """The part of every block from its bytes."""
+    def from_bytes(self, raw: UInt8[Tensor, "batch blocks bytes"]) -> Tensor:
+        """The part of every block from its bytes: `[batch, blocks, heads or 1, rows, columns]`."""
         if not self.nbytes:
             return raw.new_empty((*raw.shape[:2], *self.shape), dtype=self.dtype)
         own = raw.clone(memory_format=torch.contiguous_format)  # also the strides of dimensions of 1
@@ -136,25 +142,28 @@ class _Form:
 
 
 def _forms_of(run: BlockRun, parts: Mapping[str, Tensor]) -> dict[str, _Form]:
+    """Shape and dtype of each part of a block of a run, in alphabetical order."""
     blocks = run.blocks(parts)
     return {name: _Form(tuple(blocks[name].shape[2:]), blocks[name].dtype) for name in sorted(blocks)}
 
 
 def _bytes_of(part: Tensor) -> UInt8[Tensor, "*lead _bytes"]:
+    """The part's memory as uint8; the last axis grows by the bytes of a number."""
     return part.contiguous().view(torch.uint8) if part.numel() else part.to(torch.uint8)
 
 
 _RAW, _DEFLATE = b"\0", b"\1"
 
 
-def _deflated(raw: bytes) -> bytes:
+def _compress(raw: bytes) -> bytes:
+    """A byte that says how, then `raw` compressed by DEFLATE, or as it is where that is not longer."""
     packer = zlib.compressobj(wbits=-zlib.MAX_WBITS)
     found = packer.compress(raw) + packer.flush()
     return _DEFLATE + found if len(found) < len(raw) else _RAW + raw
 
 
-def _inflated(piece: bytes, size: int) -> NDArray[np.uint8]:
-    """The `size` bytes that a piece stands for; zero bytes may follow it. Raises: DataError: it stands for others."""
+def _decompress(piece: bytes, size: int) -> NDArray[np.uint8]:
+    """Undo `_compress`: `size` bytes; zero bytes may follow. Raises: DataError: a damaged piece, or another size."""
     raw = piece[1 : 1 + size]
     if piece[:1] == _DEFLATE:
         try:

@@ -44,6 +44,7 @@ class SinkDetection(Policy):
         return energy.amax(-1) > self.share * energy.sum(-1)
 
     def wrap_side(self, like: CacheSide, side: str, layer: int, layers: int) -> CacheSide:
+        """A `DetectedSide` in place of a side of the cache."""
         return DetectedSide(like, self)
 
 
@@ -61,9 +62,11 @@ class DetectedSide(KeptRows):
         super().__init__(like.codec, like.residual, like.label, like.keep_decoded)
 
     def receive_hidden(self, hidden: Tensor) -> None:
+        """Mark the sinks among the next tokens by the states that enter the layer, `[batch, tokens, channels]`."""
         self.note(self._detection.sinks(hidden))
 
     def _coded(self, states: States, chosen: Chosen, block: int | None) -> States:
+        """The states to encode: each chosen token is replaced by the mean of the other tokens of its block."""
         size = block or states.shape[2]
         if size == 1 or not bool(chosen.any()):
             return states

@@ -23,7 +23,14 @@ from kvq.codecs.rotations import eigenvectors, per_block, signed
 from kvq.codecs.trellis import read, write
 from kvq.errors import ConfigError, DataError, Unsupported, at_least
 from kvq_zoo.all_layers import AllLayers
-from kvq_zoo.coefficient_groups import Errors, Groups, coded, measured, planned, values_of
+from kvq_zoo.coefficient_groups import (
+    GroupErrors,
+    Groups,
+    code_numbers,
+    measure_errors,
+    plan_groups,
+    quantize_groups,
+)
 
 _TOGETHER = 2**26
 """Numbers that are in fp64 at once while moments are summed up."""
@@ -66,11 +73,12 @@ class PrincipalComponents(JointTransform):
 
     @property
     def multiplications(self) -> int:
+        """Multiplications that decode one token of the bound layer: n times m."""
         return self.tables["basis"].numel()
 
     @staticmethod
     def fit_rows(rows: Float[Tensor, "tokens n"]) -> Tables:
-        """The tables with all components; of fewer tokens than n, with one for each token."""
+        """Fit `mean` `[1, n]` and `basis` `[n, components]`: n of them, or one per token if there are fewer."""
         pieces = rows.split(max(1, _TOGETHER // rows.shape[1]))
         mean = torch.stack([piece.double().sum(0) for piece in pieces]).sum(0) / len(rows)
         if len(rows) < rows.shape[1]:
@@ -84,11 +92,13 @@ class PrincipalComponents(JointTransform):
         return {"mean": mean.float()[None], "basis": basis.float().contiguous()}
 
     def _components(self, rows: Float[Tensor, "*lead tokens n"], like: Tensor) -> Float[Tensor, "*lead tokens m"]:
+        """Project centred states `rows` on the m components that are stored; `like` gives dtype and device."""
         return per_block(rows, self.table("basis", like))
 
     def _states(
         self, components: Float[Tensor, "*lead tokens n"], like: Tensor, some: slice
     ) -> Float[Tensor, "*lead tokens channels"]:
+        """Centred states from the first m of the components: those of the slice `some` of the n channels."""
         basis = self.table("basis", like)
         return per_block(components[..., : basis.shape[1]], basis[some].mT)
 
@@ -136,8 +146,8 @@ class CoefficientQuantizer(SharingQuantizer):
         self._groups: Groups | None = None
 
     @staticmethod
-    def planned(groups: Groups) -> Tables:
-        """The tables of groups."""
+    def tables_of(groups: Groups) -> Tables:
+        """The quantizer's tables `sizes` and `kinds`, each `[groups]`, that hold these groups."""
         return {"sizes": torch.tensor(groups.sizes).int(), "kinds": torch.tensor(groups.kinds).to(torch.uint8)}
 
     def bound(self, tables: Mapping[str, Tensor] | None, heads: int, head_dim: int) -> Calibrated:
@@ -167,13 +177,13 @@ class CoefficientQuantizer(SharingQuantizer):
             own = []
             for layer in states.values() if codec.joins_layers else [states[place[1]]]:
                 x = getattr(layer, place[0])
-                own.append(joined(codec, x if x.dtype == torch.float64 else x.float(), layer.rope)[seen])
+                own.append(flatten_heads(codec, x if x.dtype == torch.float64 else x.float(), layer.rope)[seen])
             return own[0] if len(own) == 1 else torch.cat(own, 1)
 
         return fit_groups(codecs, rows)
 
     def groups(self, like: Tensor) -> Groups:
-        """The groups of the layer. Raises: Unsupported: not bound, or to a layer of another shape."""
+        """The groups of the bound layer. Raises: Unsupported: no tables are bound, or tables of another shape."""
         self.table("kinds", like)
         if self._groups is None:
             assert self._tables is not None
@@ -181,12 +191,15 @@ class CoefficientQuantizer(SharingQuantizer):
         return self._groups
 
     def encode(self, x: Float[Tensor, "*lead heads tokens dim"], dtype: torch.dtype) -> Parts:
+        """Parts as the class stores them: `string`, `scale` and `shift`."""
         groups = self.groups(x)
         flat = x.transpose(-3, -2).flatten(-2)
-        codes = torch.zeros(*flat.shape[:-1], groups.used, dtype=torch.uint8, device=x.device)
-        scales = torch.zeros(2, *flat.shape[:-1], groups.scales, dtype=torch.float16, device=x.device)
-        for kind, chosen, places in _on(groups, x.device):
-            own, scale, shift = coded(flat.index_select(-1, chosen.flatten()).unflatten(-1, chosen.shape), kind)
+        codes = torch.zeros(*flat.shape[:-1], groups.coefficients, dtype=torch.uint8, device=x.device)
+        scales = torch.zeros(2, *flat.shape[:-1], groups.stored_groups, dtype=torch.float16, device=x.device)
+        for kind, chosen, places in _batches_on(groups, x.device):
+            own, scale, shift = quantize_groups(
+                flat.index_select(-1, chosen.flatten()).unflatten(-1, chosen.shape), kind
+            )
             codes.index_copy_(-1, chosen.flatten(), own.flatten(-2))
             scales.index_copy_(-1, places, torch.stack([scale, shift]).squeeze(-1))
         string = write(codes, groups.layout).unsqueeze(-3)
@@ -198,16 +211,17 @@ class CoefficientQuantizer(SharingQuantizer):
         codes = read(string, groups.layout, groups.layout.widths).to(torch.uint8)
         flat = torch.zeros(*string.shape[:-1], shape[-3] * shape[-1], dtype=dtype, device=string.device)
         scale, shift = (parts[name].squeeze(-3).to(dtype) for name in ("scale", "shift"))
-        for kind, chosen, places in _on(groups, string.device):
+        for kind, chosen, places in _batches_on(groups, string.device):
             own = codes.index_select(-1, chosen.flatten()).unflatten(-1, chosen.shape)
-            values = values_of(own, kind, dtype) * scale.index_select(-1, places)[..., None]
+            values = code_numbers(own, kind, dtype) * scale.index_select(-1, places)[..., None]
             values = values + shift.index_select(-1, places)[..., None]
             flat.index_copy_(-1, chosen.flatten(), values.flatten(-2))
         return flat.unflatten(-1, (shape[-3], shape[-1])).transpose(-3, -2)
 
 
-def _on(groups: Groups, device: torch.device) -> Iterator[tuple[int, Tensor, Tensor]]:
-    for kind, chosen, places in groups.alike:
+def _batches_on(groups: Groups, device: torch.device) -> Iterator[tuple[int, Tensor, Tensor]]:
+    """`Groups.batches` with the indices on a device."""
+    for kind, chosen, places in groups.batches:
         yield kind, chosen.to(device), places.to(device)
 
 
@@ -226,8 +240,8 @@ def grouped_parts(codec: Codec | None) -> tuple[str, PrincipalComponents, Coeffi
     return None if found is None else (*found, cast(CoefficientQuantizer, quantizer))
 
 
-def joined(codec: Codec, x: Float[Tensor, "heads tokens dim"], rope: Rope | None) -> Float[Tensor, "tokens n"]:
-    """States of a layer as the transform sees them, the channels of all heads of a token in a row."""
+def flatten_heads(codec: Codec, x: Float[Tensor, "heads tokens dim"], rope: Rope | None) -> Float[Tensor, "tokens n"]:
+    """Apply the stages before the transform to a layer's states, and put all heads of a token into one row."""
     for _, stage in codec.stages[:-1]:
         x = stage.forward(x, rope=rope)[0]  # type: ignore[call-arg]
     return x.transpose(0, 1).flatten(1)
@@ -236,31 +250,33 @@ def joined(codec: Codec, x: Float[Tensor, "heads tokens dim"], rope: Rope | None
 def fit_groups(
     codecs: Mapping[Place, Codec], rows: Callable[[Place], Float[Tensor, "tokens n"]]
 ) -> dict[Place, Tables]:
-    """Tables of all codecs, `<part>.<table>`; layers of a side share their bits as their quantizers have it.
+    """Fit basis and groups of every codec: its tables by `<part>.<table>`; layers share bits by `Budget`.
 
     Args:
-        rows: states of a place, as `joined` gives them, asked for once.
+        rows: gives the states of a side of a layer as `flatten_heads` does; called once for each.
 
     Raises:
         ConfigError: as `grouped_parts`.
     """
     parts = {place: found for place, codec in codecs.items() if (found := grouped_parts(codec)) is not None}
     tables: dict[Place, Tables] = {}
-    errors: dict[Place, Errors] = {}
+    errors: dict[Place, GroupErrors] = {}
     for place, (_, stage, quantizer) in parts.items():
         own = rows(place)
         tables[place] = stage.fit_rows(own)
         seen = own[:: max(1, len(own) // quantizer.tokens)][: quantizer.tokens].float()
-        errors[place] = measured((seen - tables[place]["mean"]) @ tables[place]["basis"], quantizer.sizes)
+        errors[place] = measure_errors((seen - tables[place]["mean"]) @ tables[place]["basis"], quantizer.sizes)
     shared: dict[object, list[Place]] = {}
     for place, (_, _, quantizer) in parts.items():
         shared.setdefault(place[0] if quantizer.budget == "side" else place, []).append(place)
     out: dict[Place, Tables] = {}
     for places in shared.values():
         bits = sum(parts[place][2].bits * tables[place]["mean"].shape[1] for place in places)
-        for place, groups in zip(places, planned([errors[place] for place in places], math.floor(bits)), strict=True):
+        for place, groups in zip(
+            places, plan_groups([errors[place] for place in places], math.floor(bits)), strict=True
+        ):
             name, _, quantizer = parts[place]
-            basis = tables[place]["basis"][:, : max(groups.used, 1)].contiguous()
+            basis = tables[place]["basis"][:, : max(groups.coefficients, 1)].contiguous()
             out[place] = {f"{name}.mean": tables[place]["mean"], f"{name}.basis": basis}
-            out[place] |= {f"quantizer.{table}": found for table, found in quantizer.planned(groups).items()}
+            out[place] |= {f"quantizer.{table}": found for table, found in quantizer.tables_of(groups).items()}
     return out

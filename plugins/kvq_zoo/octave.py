@@ -41,9 +41,11 @@ class LeadingChannels(TwoChannelGroups):
         self.first, self.token_group = first, 1 if {high.token_group, low.token_group} == {1} else None
 
     def count(self, head_dim: int) -> int:
+        """Channels of a head in the first group."""
         return self.first
 
     def _mask(self, like: Shaped[Tensor, "*lead heads tokens dim"]) -> Tensor:
+        """uint8 `[..., heads, 1, dim]`: 1 for the first channels, 0 for the others."""
         mask = torch.arange(like.shape[-1], device=like.device) < self.first
         return mask.to(torch.uint8).expand(*like.shape[:-2], 1, -1)
 

@@ -41,7 +41,7 @@ class QueryTransform(Calibrated, Stage):
         self.group = group
 
     def fit(self, x: States, gradients: States | None, seed: int, *, moments: Moments) -> Tables:  # type: ignore[override]
-        """The tables, from the states of a layer and the moments of its queries."""
+        """Fit the tables to a layer's keys `[heads, tokens, dim]` and the second moments of its queries."""
         wide = x.double()
         mean = wide.mean(-2, keepdim=True)
         found = []
@@ -56,9 +56,11 @@ class QueryTransform(Calibrated, Stage):
         return {"mean": mean.float(), "forward": forward[..., order].float(), "inverse": inverse[:, order].float()}
 
     def forward(self, x: Float[Tensor, "*lead heads tokens dim"]) -> tuple[Tensor, Side]:
+        """x less `mean`, times the table `forward` of its head; nothing is stored."""
         return per_head(x - self.table("mean", x), self.table("forward", x)), {}
 
     def inverse(self, y: Float[Tensor, "*lead heads tokens dim"], side: Side) -> Tensor:
+        """y times the table `inverse` of its head, plus `mean`."""
         return per_head(y, self.table("inverse", y)) + self.table("mean", y)
 
 
@@ -104,15 +106,17 @@ class SubspaceQuantizer(Calibrated, UniformQuantizer):
         self.channels, self.rank, self.weight, self.rows = channels, rank, weight, rows
 
     def check(self, head_dim: int) -> None:
+        """Raises: Unsupported: one channel, or another number than that of the calibration."""
         require(head_dim >= 2, "head_dim", head_dim, "no channel behind the first ones", Unsupported)
         super().check(head_dim)
 
     def _ends(self, dim: int) -> list[int]:
-        """Where groups end that have others after them."""
+        """The channel at which each group ends, but for the last group, after which no channel is corrected."""
         size = self.channels or -(-dim // 2)
         return list(range(size, dim, size))
 
     def fit(self, x: States, gradients: States | None, seed: int, moments: Moments | None = None) -> Tables:
+        """`carry` `[heads, dim, dim]` from the second moments of the queries; the states are not used."""
         assert moments is not None
         dim = moments.shape[-1]
         energies, vectors = torch.linalg.eigh((moments.double() + moments.double().mT) / 2)
@@ -127,6 +131,7 @@ class SubspaceQuantizer(Calibrated, UniformQuantizer):
         return {"carry": carry.float()}
 
     def encode(self, x: Float[Tensor, "*lead heads tokens dim"], dtype: torch.dtype) -> Parts:
+        """Codes and statistics of the grid per channel, of x with each group's error carried to later channels."""
         moved, carry, start = x.clone(), self.table("carry", x), 0
         for end in self._ends(x.shape[-1]):
             own = moved[..., start:end]

@@ -40,6 +40,7 @@ class BlockRotation(Rotation):
         self.size, self.seed, self.one_sided = size, seed, one_sided
 
     def matrix(self, head_dim: int, like: Tensor) -> Tensor:
+        """The block-diagonal rotation `[head_dim, head_dim]` that rows are multiplied by, in the dtype of `like`."""
         return _block_rotation(head_dim, self.size, self.seed, self.one_sided, like.dtype, like.device)
 
 

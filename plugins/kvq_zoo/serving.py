@@ -39,14 +39,16 @@ class LayerScale(Calibrated, Stage):
         self.divisor, self.per_head = divisor, per_head
 
     def fit(self, x: States, gradients: States | None, seed: int) -> Tables:
-        """`scale` of the states' largest magnitude."""
+        """`scale`: the largest magnitude of the layer's states (or of each head's) over `divisor`; 1 if it is 0."""
         largest = x.abs().amax((1, 2) if self.per_head else (0, 1, 2)).float().view(-1, 1, 1)
         return {"scale": (largest / self.divisor).masked_fill(largest == 0, 1)}
 
     def forward(self, x: Tensor) -> tuple[Tensor, Side]:
+        """x over the table `scale`; nothing is stored."""
         return x / self.table("scale", x), {}
 
     def inverse(self, y: Tensor, side: Side) -> Tensor:
+        """y times the table `scale`."""
         return y * self.table("scale", y)
 
 

@@ -32,9 +32,11 @@ class EigenRotation(TableRotation):
     version: ClassVar[int] = 1
 
     def check(self, head_dim: int) -> None:
+        """Raises: Unsupported: another head dim than that of the calibration."""
         Calibrated.check(self, head_dim)
 
     def fit(self, x: States, gradients: States | None, seed: int) -> Tables:
+        """`rotation` `[heads, dim, dim]`: in columns, eigenvectors of each head's second moment, largest first."""
         wide = x.double()
         return {"rotation": eigenvectors(wide.mT @ wide / wide.shape[1])[1].flip(-1).float()}
 
@@ -73,18 +75,19 @@ class SpectralQuantizer(Calibrated, Quantizer):
         self.bits, self.water_filling = bits, water_filling
 
     def check(self, head_dim: int) -> None:
+        """Raises: Unsupported: one channel, or another number than that of the calibration."""
         require(head_dim >= 2, "head_dim", head_dim, "no coordinates but semantic ones", Unsupported)
         super().check(head_dim)
 
     def fit(self, x: States, gradients: States | None, seed: int) -> Tables:
-        """Tables of coordinates that are in the order of their energy."""
+        """Fit `widths`, `book` and `levels` to states `[heads, tokens, dim]` whose coordinates have falling energy."""
         dim, found = x.shape[-1], []
         for head in x.double():
             energies = head.square().mean(0)
             ratio = energies.sum() ** 2 / energies.square().sum().clamp(min=torch.finfo(energies.dtype).tiny)
             split = min(max(round(float(ratio)), 1), dim - 1)
-            high, low = pair_of_bits(split, dim, self.bits)
-            widths = water_filled(energies[:split].tolist(), high * split) if self.water_filling else [high] * split
+            high, low = choose_bits(split, dim, self.bits)
+            widths = fill_bits(energies[:split].tolist(), high * split) if self.water_filling else [high] * split
             books = [lloyd_levels(head[:, split:], low)]
             if self.water_filling:
                 books += [lloyd_levels(head[:, i], width) for i, width in enumerate(widths)]
@@ -101,12 +104,13 @@ class SpectralQuantizer(Calibrated, Quantizer):
         return {name: torch.tensor(rows)[:, None].to(torch.int16) for name, rows in tables.items()} | {"levels": levels}
 
     def _codebooks(self, like: Tensor) -> Float[Tensor, "heads dim levels"]:
+        """The codebook of each coordinate, ascending, filled up with infinity, in the dtype of `like`."""
         levels = self.table("levels", like)
         book = self.table("book", like)[:, 0].long()
         return levels.gather(1, book[..., None].expand(-1, -1, levels.shape[-1]))
 
     def _planes(self, like: Tensor) -> Iterator[tuple[int, int, Int[Tensor, " size"]]]:
-        """Head, bits and the coordinates that have them; those without bits are left out."""
+        """For each head and width above 0: the head, the bits, and the indices of the coordinates that have them."""
         for head, (own,) in enumerate(self.table("widths", like).long()):
             for width in own.unique().tolist():
                 if width:
@@ -131,14 +135,14 @@ class SpectralQuantizer(Calibrated, Quantizer):
         return levels.expand(*shape[:-3], -1, -1, -1).gather(-1, codes.mT).mT
 
 
-def pair_of_bits(split: int, dim: int, mean: float | int) -> tuple[int, int]:
-    """Bits of the semantic coordinates and of the tail."""
+def choose_bits(split: int, dim: int, mean: float | int) -> tuple[int, int]:
+    """Choose the bits of the first `split` of `dim` coordinates and the bits of the others, `mean` on average."""
     pairs = [(high, low) for high in range(_MOST, 0, -1) for low in range(high, 0, -1)]
     return min(pairs, key=lambda pair: abs(split * pair[0] + (dim - split) * pair[1] - mean * dim))
 
 
-def water_filled(energies: list[float], total: int) -> list[int]:
-    """Bits of each energy, `total` together."""
+def fill_bits(energies: list[float], total: int) -> list[int]:
+    """Share out `total` bits: each next one to the coordinate of largest energy / 4^bits with less than 8."""
     widths = [0] * len(energies)
     for _ in range(total):
         open_ones = [i for i, width in enumerate(widths) if width < _MOST]

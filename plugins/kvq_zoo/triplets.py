@@ -45,7 +45,7 @@ def _to_direction(xi: Tensor, eta: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 @lru_cache(maxsize=1)
 def _square_splines() -> tuple[CubicSpline, CubicSpline]:
-    """Mass and first moment of |xi| up to a point, of a coordinate of a uniform direction's point in the square.
+    """Distribution and first moment, up to a point, of |xi|, a coordinate of a uniform direction's point in the square.
 
     The density of the point is 1 / |p|^3 of its octahedron point p, over 4 pi; the other coordinate is integrated out.
     """
@@ -100,7 +100,7 @@ def norm_levels(bits: int, dim: int) -> tuple[float, ...]:
 
 @lru_cache(maxsize=64)
 def _levels_and_middles(levels: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Levels and the middles of neighbours."""
+    """Levels, and the middle of each two neighbours, as tensors of a dtype on a device."""
     found = torch.tensor(levels, dtype=torch.float64)
     return found.to(device, dtype), ((found[1:] + found[:-1]) / 2).to(device, dtype)
 
@@ -134,6 +134,7 @@ class OctahedralQuantizer(Quantizer):
 
     @property
     def indices(self) -> dict[str, int]:
+        """Bits of each stored index; `norm` has none at 1 bit."""
         widths = {"xi": self.bits + 1, "eta": self.bits + 1, "norm": self.bits - 1}
         return {name: width for name, width in widths.items() if width}
 
@@ -142,10 +143,12 @@ class OctahedralQuantizer(Quantizer):
         require(head_dim >= 4, "head_dim", head_dim, "OctahedralQuantizer takes 4 channels and more", Unsupported)
 
     def _tables(self, dim: int, dtype: torch.dtype, device: torch.device) -> tuple[tuple[Tensor, Tensor], ...]:
+        """Levels and middles of a direction's coordinates, then those of the norm of 3 of `dim` channels."""
         levels = square_levels(self.bits + 1), norm_levels(self.bits - 1, dim)
         return tuple(_levels_and_middles(own, dtype, device) for own in levels)
 
     def encode(self, x: Float[Tensor, "*lead heads tokens dim"], dtype: torch.dtype) -> Parts:
+        """Codes `xi`, `eta` and `norm` of triplets, as the class stores them."""
         self.check(x.shape[-1])
         (levels, middles), (_, between) = self._tables(x.shape[-1], x.dtype, x.device)
         t = torch.nn.functional.pad(x, (0, -x.shape[-1] % 3)).unflatten(-1, (-1, 3))
@@ -206,15 +209,17 @@ class LatticeQuantizer(Quantizer):
 
     @property
     def point_bits(self) -> int:
-        """Bits of the number of a point."""
+        """Bits of the index that stores one lattice point of 8 channels."""
         return math.ceil(math.log2(2 * self._values**DIM))
 
     @property
     def _values(self) -> int:
+        """Values that one coordinate of a point may have: 2^bits + 1."""
         return int(2**self.bits + 1)
 
     @property
     def indices(self) -> dict[str, int]:
+        """Bits of each piece of a point's index, 16 in all pieces but the last."""
         widths = [min(_CHUNK, self.point_bits - start) for start in range(0, self.point_bits, _CHUNK)]
         return {f"codes.{place}": width for place, width in enumerate(widths)}
 
@@ -223,7 +228,7 @@ class LatticeQuantizer(Quantizer):
         require(head_dim % DIM == 0, "head_dim", head_dim, f"lattice points are of {DIM} channels", Unsupported)
 
     def _points(self, x: Float[Tensor, "*lead 8"]) -> tuple[Tensor, Tensor]:
-        """The nearest point of each part of the set, integers first, before they are cut."""
+        """The nearest integer point of even sum and the nearest half-integer point, before they are cut."""
         whole = x.round()
         gap = x - whole
         odd = whole.sum(-1, keepdim=True) % 2 != 0
@@ -233,6 +238,7 @@ class LatticeQuantizer(Quantizer):
         return whole, (x - 0.5).round() + 0.5
 
     def encode(self, x: Float[Tensor, "*lead heads tokens dim"], dtype: torch.dtype) -> Parts:
+        """Pieces `codes.<i>` of each point's index, and `scale`, as the class stores them."""
         self.check(x.shape[-1])
         top = 2 ** (self.bits - 1)
         scale = x.abs().amax(-1, keepdim=True).clamp_min(1e-8) / top

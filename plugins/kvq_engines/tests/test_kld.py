@@ -11,7 +11,7 @@ from kvq.report.tables.build import build_tables
 from kvq.report.tables.formats import markdown
 from kvq.results import Store
 from kvq_engines import kld
-from kvq_engines.kld import LogitsFile, LogitsWriter, compared, decoded, encoded, main, row_words
+from kvq_engines.kld import LogitsFile, LogitsWriter, compare_files, decode_rows, encode_rows, main, row_words
 from kvq_engines.tests import installed
 
 CONTEXT, VOCAB, CHUNKS = 12, 37, 5
@@ -49,7 +49,7 @@ def written(path, given, text=None):
 
 def test_rows_are_those_of_llamacpp():
     given = logits(spread=9.0)
-    ours = encoded(torch.log_softmax(given, -1))
+    ours = encode_rows(torch.log_softmax(given, -1))
     assert ours.shape == (len(given), row_words(VOCAB)) == (60, 42)
     for row, one in zip(given.numpy(), ours, strict=True):
         scale, smallest, codes = as_llamacpp_writes(row)
@@ -60,8 +60,8 @@ def test_rows_are_those_of_llamacpp():
 
 
 def test_equal_logits_have_scale_zero():
-    found = encoded(torch.full((2, VOCAB), -math.log(VOCAB)))
-    assert torch.allclose(decoded(found, VOCAB), torch.tensor(-math.log(VOCAB)))
+    found = encode_rows(torch.full((2, VOCAB), -math.log(VOCAB)))
+    assert torch.allclose(decode_rows(found, VOCAB), torch.tensor(-math.log(VOCAB)))
 
 
 def test_a_file_holds_the_second_half_of_each_window(tmp_path):
@@ -78,14 +78,14 @@ def test_a_file_holds_the_second_half_of_each_window(tmp_path):
 def test_what_is_far_below_is_clipped():
     given = torch.zeros(1, VOCAB)
     given[0, 0], given[0, 1] = 40.0, 30.0
-    found = decoded(encoded(torch.log_softmax(given, -1)), VOCAB)[0]
+    found = decode_rows(encode_rows(torch.log_softmax(given, -1)), VOCAB)[0]
     assert found[1] == pytest.approx(-10, abs=1e-3)
     assert torch.allclose(found[2:], torch.tensor(-16.0), atol=1e-3)
 
 
 def test_metrics_are_those_of_both_distributions(tmp_path):
     first, second = logits(0), logits(0) + logits(1, 0.3)
-    metrics, samples = compared(written(tmp_path / "a", first), written(tmp_path / "b", second))
+    metrics, samples = compare_files(written(tmp_path / "a", first), written(tmp_path / "b", second))
     one, two = (
         torch.log_softmax(given, -1).double().view(CHUNKS, CONTEXT, VOCAB)[:, 6:11] for given in (first, second)
     )
@@ -103,7 +103,7 @@ def test_metrics_are_those_of_both_distributions(tmp_path):
 
 def test_the_same_file_differs_by_nothing(tmp_path):
     file = written(tmp_path / "a", logits())
-    metrics, _ = compared(file, file)
+    metrics, _ = compare_files(file, file)
     assert metrics["kl_mean"] == metrics["kl_max"] == metrics["delta_nll"] == 0
     assert metrics["top1_agreement"] == 1
 
@@ -113,7 +113,7 @@ def test_clipped_probabilities_enter_no_divergence(tmp_path):
     given[:, 0], given[:, 1] = 40.0, 38.0
     base = written(tmp_path / "a", given)
     given[:, 2:] = 10.0
-    metrics, _ = compared(base, written(tmp_path / "b", given))
+    metrics, _ = compare_files(base, written(tmp_path / "b", given))
     assert metrics["kl_mean"] == pytest.approx(0, abs=1e-4)
 
 
@@ -161,13 +161,13 @@ def test_files_of_other_texts_are_refused(tmp_path):
     base = written(tmp_path / "base", logits())
     other = written(tmp_path / "other", logits(), tokens(3))
     with pytest.raises(DataError, match="other tokens than in"):
-        compared(base, other)
+        compare_files(base, other)
     small = LogitsWriter(tmp_path / "small", tokens()[:, :6], VOCAB)
     for window in range(CHUNKS):
         small.write(window, 1, torch.log_softmax(logits(rows=5), -1))
     small.close()
     with pytest.raises(DataError, match=r"context 6; .* has 12"):
-        compared(base, LogitsFile.open(tmp_path / "small"))
+        compare_files(base, LogitsFile.open(tmp_path / "small"))
 
 
 def test_numbers_that_are_not_finite_are_refused(tmp_path):
@@ -176,7 +176,7 @@ def test_numbers_that_are_not_finite_are_refused(tmp_path):
     data[base.offset(2) : base.offset(2) + 4] = np.float32(np.nan).tobytes()
     (tmp_path / "nan").write_bytes(data)
     with pytest.raises(DataError, match="chunk 2: numbers that are not finite"):
-        compared(base, LogitsFile.open(tmp_path / "nan"))
+        compare_files(base, LogitsFile.open(tmp_path / "nan"))
 
 
 def test_a_folder_that_cannot_be_written(tmp_path):
@@ -186,11 +186,11 @@ def test_a_folder_that_cannot_be_written(tmp_path):
 
 def test_memory_is_that_of_some_rows(tmp_path, monkeypatch):
     sizes = []
-    whole = kld.decoded
-    monkeypatch.setattr(kld, "decoded", lambda rows, vocab: sizes.append(len(rows)) or whole(rows, vocab))
+    whole = kld.decode_rows
+    monkeypatch.setattr(kld, "decode_rows", lambda rows, vocab: sizes.append(len(rows)) or whole(rows, vocab))
     monkeypatch.setattr(kld, "_ROWS", 2)
     file = written(tmp_path / "a", logits())
-    compared(file, file)
+    compare_files(file, file)
     assert max(sizes) == 2
 
 
@@ -204,7 +204,7 @@ def test_a_file_of_the_engines_own_logits(tmp_path):
     text = torch.randint(120, (16,), generator=torch.Generator().manual_seed(0))
     with LlamaCpp(tmp_path / "model.gguf", 16) as engine:
         found = torch.cat(list(engine.logits(text)))
-    rows = encoded(torch.log_softmax(found, -1))
+    rows = encode_rows(torch.log_softmax(found, -1))
     for row, one in zip(found.numpy(), rows, strict=True):
         scale, smallest, codes = as_llamacpp_writes(row)
         assert one[:4].copy().view(np.float32) == pytest.approx([scale, smallest], rel=1e-4)

@@ -17,7 +17,7 @@ from kvq.models.shapes import cache_shape
 from kvq.tasks.memory import rows_of
 from kvq.tasks.scoring import parallel_method
 from kvq_engines import llamacpp
-from kvq_engines.agreement import engine_attention, unstaged
+from kvq_engines.agreement import engine_attention, undo_stages
 from kvq_engines.llamacpp import LlamaCpp, write_gguf
 from kvq_engines.tests import installed
 
@@ -131,7 +131,7 @@ def test_on_the_stored_states_pytorch_computes_what_the_engine_computes(kind, fi
     with LlamaCpp(file, TOKENS, kind, kind) as engine:
         found = log_probs(engine, tokens)
         held = engine.cached(LAYERS, KV_HEADS, DIM)
-    states = [(unstaged(method.key, key), unstaged(method.value, value)) for key, value in held]
+    states = [(undo_stages(method.key, key), undo_stages(method.value, value)) for key, value in held]
     own = kl(found, in_torch(model, tokens))
     with engine_attention(model, method.key, states):
         assert kl(found, in_torch(model, tokens)) < own / 100
@@ -224,7 +224,7 @@ def test_a_windowed_layer_of_gemma_takes_its_window_and_a_batch(kind, method, mo
         file = carried_gguf("model.path", config.model.path)
     except DataError:
         pytest.skip("make real MODELS=gemma3_270m")
-    shape, tokens, said, quiet = cache_shape(config.model), 8192, [], llamacpp._quiet
+    shape, tokens, said, quiet = cache_shape(config.model), 8192, [], llamacpp._collect_messages
 
     @contextlib.contextmanager
     def heard(ffi, lib):
@@ -232,7 +232,7 @@ def test_a_windowed_layer_of_gemma_takes_its_window_and_a_batch(kind, method, mo
             yield messages
         said.extend(messages)
 
-    monkeypatch.setattr(llamacpp, "_quiet", heard)
+    monkeypatch.setattr(llamacpp, "_collect_messages", heard)
     LlamaCpp(file, tokens, kind, kind).close()
     cells = [int(found) for line in said for found in re.findall(r"KV cache, size = (\d+) cells", line)]
     sizes = [float(found) * 2**20 for line in said for found in re.findall(r"KV buffer size = +([\d.]+) MiB", line)]

@@ -70,7 +70,7 @@ def shifted():
         keys, values = (oracle.states(codec, 96, 5, block=32, tail=20, seed=i) for i, codec in enumerate(codecs))
         check(f"shifts in {label}", keys, values, per_split=32)
     short = oracle.states(front, 80, 5, block=40)
-    assert gpu.unfit(short) == "blocks of 40 tokens with a shift each are no multiple of 32"
+    assert gpu.unfit_reason(short) == "blocks of 40 tokens with a shift each are no multiple of 32"
 
 
 def drawn():
@@ -92,7 +92,7 @@ def drawn():
             size = {"heads": heads, "batch": batch, "tokens": packed - tail, "full": total - packed, "tail": tail}
             sides.append(tabled(codec, total, dim=dim, block=block, seed=seed, **size))
         group, first = draw.choice([1, 2, 5]), draw.randint(0, total - 1)
-        if not any(map(gpu.unfit, sides)):
+        if not any(map(gpu.unfit_reason, sides)):
             read += 1
             check(f"{name} {bits}: {total} tokens", *sides, group=group, first=first, per_split=draw.choice([32, 64]))
     assert read >= 8

@@ -71,7 +71,7 @@ def test_any_uniform_chain(data):
         size = {"heads": heads, "dim": dim, "batch": batch, "block": block, "dtype": dtype}
         sides.append(oracle.states(codec, packed - tail, total - packed, tail=tail, seed=seed, **size))
     group, first = data.draw(st.sampled_from([1, 2, 3, 8])), data.draw(st.integers(0, total - 1))
-    if any(map(cpu.unfit, sides)):
+    if any(map(cpu.unfit_reason, sides)):
         with pytest.raises(Unsupported):
             check(*sides, group=group, first=first, dtype=dtype)
     else:
@@ -163,7 +163,7 @@ def test_norms_and_shifts_of_some_heads(data):
     codec = Codec(stages, list(stages), UniformQuantizer(2, "per_token", None))
     block = data.draw(st.sampled_from([5, 16, 64]))
     states, chain = oracle.states(codec, 64, 0, heads=3, dim=32, batch=2, block=block, tail=7), linear_chain_of(codec)
-    found = cpu_stored.norms_and_shifts(chain, cpu_stored.stored_of(states), cpu_stored.Heads(1, 1, 2), 32)
+    found = cpu_stored.norms_and_shifts(chain, cpu_stored.list_stored(states), cpu_stored.Heads(1, 1, 2), 32)
     ((factors, vectors),) = found.shifts
     for index, (start, run, blocks) in enumerate(runs_of(states)):
         here = slice(start, start + run.tokens * run.count)
@@ -198,7 +198,7 @@ def test_any_levels_and_codebooks(tables, dims, data):
         size = {"heads": heads, "batch": batch, "tokens": packed - tail, "full": total - packed, "tail": tail}
         sides.append(tabled(codec, dim, block, total, seed=seed, **size))
     group, first = data.draw(st.sampled_from([1, 2, 5])), data.draw(st.integers(0, total - 1))
-    if any(map(cpu.unfit, sides)):
+    if any(map(cpu.unfit_reason, sides)):
         with pytest.raises(Unsupported):
             check(*sides, group=group, first=first)
     else:

@@ -42,13 +42,13 @@ def test_the_integer_program_finds_the_least_cost_there_is(found: Costs, bits: f
     maps = [dict(zip(found.options, own, strict=True)) for own in product(*found.options.values())]
     fitting = [own for own in maps if found.bits(own) <= bits * (1 + 1e-7)]
     best = min(Costs.cost(own) for own in fitting)
-    chosen = allocate.exact(found, bits)
+    chosen = allocate.solve_exact(found, bits)
     assert found.bits(chosen) <= bits * (1 + 1e-6)
     assert Costs.cost(chosen) == pytest.approx(best, abs=1e-6)
-    walked = allocate.greedy(found, bits)
+    walked = allocate.solve_greedy(found, bits)
     assert found.bits(walked) <= bits * (1 + 1e-9)
     assert Costs.cost(walked) >= best - 1e-9
-    single = allocate.uniform(found, bits)
+    single = allocate.solve_uniform(found, bits)
     assert single is not None
     assert Costs.cost(single) >= best - 1e-9
 
@@ -102,12 +102,12 @@ def test_a_map_and_the_preset_that_stores_by_it(
 
 
 def test_sides_in_full_precision(store: Store, tmp_path: Path) -> None:
-    records = allocate.records_of(store, "tiny", "kivi", None)
-    found = allocate.costs_of(records, store)
+    records = allocate.find_records(store, "tiny", "kivi", None)
+    found = allocate.read_costs(records, store)
     assert found.numbers == 4 * 64
-    chosen = allocate.exact(found, 8.0)
+    chosen = allocate.solve_exact(found, 8.0)
     assert {place for place, option in chosen.items() if option.width == FULL} == {(0, "key")}
-    preset = yaml.safe_load(allocate.preset_of("own", "kivi", chosen, "a note"))
+    preset = yaml.safe_load(allocate.preset_text("own", "kivi", chosen, "a note"))
     assert preset["full_precision_layers"] == {"key": [0], "value": []}
     assert preset["bits_by_layer"]["key"] == [4, 4]
     folder = tmp_path / "mine" / "method"
@@ -149,15 +149,15 @@ def test_bits_of_heads(store: Store, tmp_path: Path, capsys: pytest.CaptureFixtu
 
 def test_records_that_give_no_costs(store: Store) -> None:
     with pytest.raises(ConfigError, match=r"the narrowest map stores 2\.500 bits"):
-        allocate.exact(allocate.costs_of(allocate.records_of(store, "tiny", "kivi", None), store), 2.0)
+        allocate.solve_exact(allocate.read_costs(allocate.find_records(store, "tiny", "kivi", None), store), 2.0)
     put(store, "2", dict.fromkeys(PLACES, 0.5), settings=made.config("kivi", "2") | {"seed": 1})
     with pytest.raises(RecordError, match="two records of"):
-        allocate.costs_of(allocate.records_of(store, "tiny", "kivi", None), store)
+        allocate.read_costs(allocate.find_records(store, "tiny", "kivi", None), store)
     put(store, "3", dict.fromkeys(PLACES, 0.5), dataset="essays")
     with pytest.raises(RecordError, match="choose by dataset="):
-        allocate.records_of(store, "tiny", "kivi", None)
+        allocate.find_records(store, "tiny", "kivi", None)
     with pytest.raises(RecordError, match=r"two records|do not have the same"):
-        allocate.costs_of(store.scan()[0], store)
+        allocate.read_costs(store.scan()[0], store)
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from kvq.results import Store
 from kvq_lab import choose, choosing, memory, needles
-from kvq_lab.racing import level_of, positive, round_sizes, run_race
+from kvq_lab.racing import find_positive, round_level, round_sizes, run_race
 from tests.random_models import save_random_model
 
 ROOT = Path(__file__).parents[3]
@@ -41,15 +41,17 @@ def closed_test(differences: np.ndarray, level: float) -> list[bool]:
 @settings(max_examples=25, deadline=None)
 def test_step_down_is_the_closed_test(seed: int, tests: int, windows: int) -> None:
     differences = np.random.default_rng(seed).normal(0.7, 1, (tests, windows))
-    assert positive(differences, 0.05).tolist() == closed_test(differences, 0.05)
-    assert positive(differences * np.arange(1, tests + 1)[:, None], 0.05).tolist() == closed_test(differences, 0.05)
+    assert find_positive(differences, 0.05).tolist() == closed_test(differences, 0.05)
+    assert find_positive(differences * np.arange(1, tests + 1)[:, None], 0.05).tolist() == closed_test(
+        differences, 0.05
+    )
 
 
 def test_rounds_double_and_spend_no_more_than_alpha() -> None:
     assert list(round_sizes(70)) == [8, 8, 16, 32, 6]
     assert list(round_sizes(66)) == [8, 8, 16, 32]  # two windows are no round
     assert list(round_sizes(7)) == []
-    assert sum(level_of(number, 0.05) for number in range(1, 10**4)) <= 0.05
+    assert sum(round_level(number, 0.05) for number in range(1, 10**4)) <= 0.05
 
 
 def test_a_format_is_dropped_only_for_one_of_at_most_its_bytes() -> None:
@@ -183,7 +185,7 @@ def test_needles_are_shown_where_full_precision_finds_them(
     model: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     words = [f"model={model}", "method=kivi bits=4", f"text={text}", "window=64", f"results={tmp_path}", "needles=192"]
-    race = choosing.Choosing(choose.question_of(words))
+    race = choosing.Chooser(choose.parse_question(words))
     race.window_seconds = 1.0
     assert race.needle_tokens == 192
     assert needles.needle_seconds(race, 1) == pytest.approx(2.5 * 5 * 3)

@@ -19,7 +19,7 @@ from kvq.results import Record, Store
 from kvq.results.files import Journal
 from kvq.runs import Prepared, run
 from kvq.tasks.windows import cut_windows, evenly
-from kvq_lab.conversation import Speaker, branches_of, measure, metrics_of, turns_of
+from kvq_lab.conversation import Speaker, compare_branches, measure, read_turns, turn_metrics
 
 _USER, _ANSWER, _TURNS = 28, 4, 3
 GIVEN = (
@@ -69,7 +69,7 @@ def test_one_turn_is_a_prompt_and_its_continuation() -> None:
     found = prepared(*_RTN, "task.turns=1")
     speaker = Speaker(found.inputs, found.method)
     tokens = passages(found.inputs)[0]
-    (row,), _ = turns_of(speaker, None, tokens, 32)
+    (row,), _ = read_turns(speaker, None, tokens, 32)
     model, cache = found.inputs.model.model, KVCache(found.inputs.model, found.method)
     with torch.no_grad():
         model(tokens[:, : _USER - 1], past_key_values=cache)
@@ -128,16 +128,16 @@ def test_forks_share_what_they_have_not_grown() -> None:
     found = prepared("method=nsn", "bits=2", "residual.size=128", "task.turns=5")
     speaker, (first, *others) = Speaker(found.inputs, found.method), passages(found.inputs)
     turns = [tokens[:, -32:] for tokens in others]
-    sizes = branches_of(speaker, first, turns)
+    sizes = compare_branches(speaker, first, turns)
     assert sizes["fork_difference"] == 0
     assert sizes["shared_bytes"] == sizes["once_bytes"] < sizes["separate_bytes"]
     cache = speaker.new_cache()
-    speaker.turn(cache, first)
+    speaker.read_turn(cache, first)
     assert cache.packed_bytes == sizes["separate_bytes"] - sizes["shared_bytes"]
     forks = [cache.fork() for _ in range(4)]
     assert bytes_together([cache]) == bytes_together([cache, *forks]) == cache.nbytes
     other = speaker.new_cache()
-    speaker.turn(other, first)
+    speaker.read_turn(other, first)
     assert bytes_together([cache, other]) == 2 * cache.nbytes
 
 
@@ -163,7 +163,7 @@ def test_numbers_by_hand() -> None:
         return {"nll": nll, "kl": kl, **sizes}
 
     rows = [{"tokens": 4, "turns": [row(2, 0.2), row(4, 0.4)]}, {"tokens": 4, "turns": [row(4, 0), row(6, 0)]}]
-    found = metrics_of(rows, answer=2)
+    found = turn_metrics(rows, answer=2)
     assert [found[name] for name in ("nll", "nll[turn=1]", "nll[turn=2]")] == [2, 1.5, 2.5]
     assert [found[name] for name in ("kl_mean", "kl_mean[turn=1]")] == pytest.approx([0.075, 0.05])
     assert found["residual_tokens[turn=2]"] == 2

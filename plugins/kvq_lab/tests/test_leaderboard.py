@@ -13,7 +13,7 @@ from kvq.config.identity import by_names
 from kvq.results import Record, Store, run_key
 from kvq.results.versions import versions_of
 from kvq_lab import leaderboard
-from kvq_lab.leaderboard import BUDGETS, budget_of, entries, page
+from kvq_lab.leaderboard import BUDGETS, budget_of, list_entries, render_page
 from tests.report import sweeps
 from tests.results import made
 
@@ -54,7 +54,7 @@ def test_budgets() -> None:
 
 
 def test_lines_by_budget_and_loss(store: Store) -> None:
-    found = entries(store)
+    found = list_entries(store)
     assert [(one.budget, one.method) for one in found] == [
         (3.25, "oscar 2"),
         (3.25, "kivi 2"),
@@ -71,13 +71,13 @@ def test_tables_count_in_all_and_say_from_where_they_pay(store: Store) -> None:
     oscar = runs["oscar", "2"]
     more = {"calibration_bytes": 1000.0, "calibration_bits_32k": 0.5}
     store.put(oscar.model_copy(update={"metrics": oscar.metrics | more}), store.samples_of(oscar))
-    found = {one.method: one for one in entries(store)}
+    found = {one.method: one for one in list_entries(store)}
     assert found["oscar 2"].totals == pytest.approx([3.125 + 0.5 * 32 / k for k in (1, 8, 32, 128, 1024)])
     assert found["kivi 2"].totals == (3.0,) * 5
     assert found["oscar 2"].pays == "11,916 (engine/llamacpp_q4_0)"
     assert found["kivi 2"].pays == "–"
     assert found["oscar 2"].bytes == pytest.approx(leaderboard.CONTEXT * 400 / 6.25 * 3.125 + 1000)
-    assert "11,916 (engine/llamacpp_q4_0)" in page(list(found.values()))
+    assert "11,916 (engine/llamacpp_q4_0)" in render_page(list(found.values()))
 
 
 def test_needles_and_speed_stand_beside(store: Store) -> None:
@@ -88,7 +88,7 @@ def test_needles_and_speed_stand_beside(store: Store) -> None:
         made.record("fp16", "", task="throughput", metrics={"decode_tokens_per_second": 20.0}, settings={"a": 4}),
     ):
         store.put(record)
-    by_name = {one.method: one for one in entries(store)}
+    by_name = {one.method: one for one in list_entries(store)}
     assert (by_name["kivi 2"].needles, by_name["kivi 2"].speed) == (0.75, 1.5)
     assert (by_name["oscar 2"].needles, by_name["oscar 2"].speed) == (None, None)
 
@@ -99,9 +99,9 @@ def test_the_page(store: Store, capsys: pytest.CaptureFixture[str]) -> None:
     text = (store.root / "leaderboard.html").read_text(encoding="utf-8")
     assert re.findall(r"<h2>(.+)</h2>", text) == ["tiny, up to 3.25 bits", "tiny, up to 8 bits"]
     assert "http" not in text.replace("http-equiv", "")
-    hostile = [replace(entries(store)[0], method="<script>alert(1)</script>", text='"><b>')]
-    assert "<script>alert" not in page(hostile)
-    assert '"><b>' not in page(hostile)
+    hostile = [replace(list_entries(store)[0], method="<script>alert(1)</script>", text='"><b>')]
+    assert "<script>alert" not in render_page(hostile)
+    assert '"><b>' not in render_page(hostile)
 
 
 def test_nothing_to_show(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,7 +12,7 @@ from kvq.calibration.budget import demand_of, fit_sharing, joint_parts, predicte
 from kvq.cli import main
 from kvq.codecs import Codec, ComponentQuantizer, FisherTransform, ScalarQuantizer, TrellisQuantizer, bind_codec
 from kvq.results import Store
-from kvq_lab.limit import level_of_rate, loss_at, losses_at, rate_at, spectrum_of
+from kvq_lab.limit import level_at_rate, loss_at, rate_at, second_order_losses, spectrum_of
 from tests.calibrated import joint_moments, random_states
 from tests.sweeps import records, small_run
 
@@ -39,13 +39,13 @@ def rate_of_loss(own: torch.Tensor, nats: float) -> float:
 @pytest.mark.parametrize("bits", [0.25, 1, 2.5, 8])
 def test_equal_components_lose_a_quarter_with_each_bit(bits: float) -> None:
     own = torch.full((40,), 3.0, dtype=torch.float64)
-    assert loss_at(own, level_of_rate(own, bits)) == pytest.approx(40 * 3 / 2 * 4**-bits)
+    assert loss_at(own, level_at_rate(own, bits)) == pytest.approx(40 * 3 / 2 * 4**-bits)
 
 
 def test_two_components_by_hand() -> None:
     """λ = 16 and 1 at half a bit each: the first has all of it, (1/2) log2(16 / θ) = 1, so θ = 4."""
     own = torch.tensor([16.0, 1.0], dtype=torch.float64)
-    level = level_of_rate(own, 0.5)
+    level = level_at_rate(own, 0.5)
     assert level == pytest.approx(4)
     assert loss_at(own, level) == pytest.approx((4 + 1) / 2)
     assert rate_of_loss(own, 2.5) == pytest.approx(0.5)
@@ -55,7 +55,7 @@ def test_two_components_by_hand() -> None:
 @pytest.mark.parametrize("bits", [0.5, 1.25, 3])
 def test_rate_and_loss_are_inverse(bits: float) -> None:
     own = spectrum()
-    level = level_of_rate(own, bits)
+    level = level_at_rate(own, bits)
     assert rate_at(own, level) == pytest.approx(bits)
     assert level_of_loss(own, loss_at(own, level)) == pytest.approx(level)
 
@@ -77,7 +77,7 @@ def test_heads_that_repeat_each_other_are_cheaper_together() -> None:
     moments = joint_moments(Codec({}, [], ScalarQuantizer(2)), half.expand(2, -1, -1).float())
     joint, apart = (spectrum_of(moments, FisherTransform(heads_together=together)) for together in (None, 1))
     for bits in (1, 2):
-        assert rate_of_loss(joint, loss_at(apart, level_of_rate(apart, bits))) < 0.8 * bits
+        assert rate_of_loss(joint, loss_at(apart, level_at_rate(apart, bits))) < 0.8 * bits
 
 
 def test_what_is_lost_on_another_text() -> None:
@@ -91,7 +91,7 @@ def test_what_is_lost_on_another_text() -> None:
     _, transform, quantizer = parts
     weights, widths = quantizer.tables["weights"], quantizer.tables["widths"]
     errors = torch.tensor(quantizer.errors, dtype=torch.float64)[widths.long()]
-    rounded, unseen = losses_at(own, transform, errors)
+    rounded, unseen = second_order_losses(own, transform, errors)
     assert unseen == pytest.approx(float(weights[widths == 0].sum() / 2), rel=1e-4)
     assert rounded + unseen == pytest.approx(predicted(quantizer, weights, widths), rel=1e-4)
     wide = other.double()
@@ -103,7 +103,7 @@ def test_what_is_lost_on_another_text() -> None:
         error = transform.inverse(stored + added.unflatten(1, (2, 8)).transpose(0, 1), {}) - wide
         rows = error.transpose(0, 1).flatten(1)
         found[name] = float(((rows @ there.fisher) * rows).sum(1).mean() / 2)
-    rounded, unseen = losses_at(there, transform, errors)
+    rounded, unseen = second_order_losses(there, transform, errors)
     assert unseen == pytest.approx(found["unseen"], rel=1e-4)
     assert rounded + unseen == pytest.approx(found["all"], rel=0.05)
 

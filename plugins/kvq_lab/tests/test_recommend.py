@@ -51,7 +51,7 @@ def put(
 
 
 def answers(store: Store, *words: str) -> list[str]:
-    question = recommend.question_of([*CONTEXT, *words, f"results={store.root}"])
+    question = recommend.parse_question([*CONTEXT, *words, f"results={store.root}"])
     found = recommend.Advisor(question).choices()
     return [f"{choice.row.record.method} {choice.row.record.bits}".strip() for choice in found]
 
@@ -66,7 +66,7 @@ def test_the_best_first_and_nothing_within_noise_of_a_cheaper_one(store: Store) 
 def test_bounds_of_loss_and_memory(store: Store) -> None:
     assert answers(store, "loss<=0.15")[0] == "oscar 2"
     assert answers(store, "loss=0.02") == ["kivi 4"]
-    every = recommend.Advisor(recommend.question_of([*CONTEXT, f"results={store.root}"])).choices()
+    every = recommend.Advisor(recommend.parse_question([*CONTEXT, f"results={store.root}"])).choices()
     least = min(choice.bytes for choice in every)
     cheapest = [choice.row.record.method for choice in every if choice.bytes == least]
     assert [answer.partition(" ")[0] for answer in answers(store, f"memory={least / 2**20:.6f}MiB")] == cheapest
@@ -82,14 +82,14 @@ def test_tables_are_counted_once_for_all_sequences(store: Store) -> None:
     store.put(run.model_copy(update={"metrics": run.metrics | more}), store.samples(run.key))
     assert "waterfill 1" not in answers(store, "loss=0.18")
     assert answers(store, "loss=0.18", "batch=64")[0] == "waterfill 1"
-    advisor = recommend.Advisor(recommend.question_of(["model=tiny", "context=2048", f"results={store.root}"]))
-    assert advisor.tables_of(run.model_copy(update={"metrics": run.metrics | more})) == 4e6
+    advisor = recommend.Advisor(recommend.parse_question(["model=tiny", "context=2048", f"results={store.root}"]))
+    assert advisor.table_bytes(run.model_copy(update={"metrics": run.metrics | more})) == 4e6
     shape = CacheShape((LayerKind(2 * advisor.shape.count, 8, 64),), None)
     (kind,) = advisor.shape.layers
     grown = 4e6 * 2 * (8 * 64 / (kind.heads * kind.head_dim)) ** 2
     found = store.scan()[0]
     on_record = next(one for one in found if one.method == "waterfill")
-    assert recommend.tables_at(on_record, advisor.shape, shape) == pytest.approx(grown)
+    assert recommend.table_bytes_at(on_record, advisor.shape, shape) == pytest.approx(grown)
 
 
 def test_an_engine_alone(store: Store) -> None:
@@ -143,7 +143,7 @@ def test_a_third_model_rests_on_both_real_ones(store: Store, capsys: pytest.Capt
 )
 def test_a_bad_question_is_one_line(words: list[str], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
-        recommend.question_of(words)
+        recommend.parse_question(words)
 
 
 def test_a_model_that_takes_less(store: Store, capsys: pytest.CaptureFixture[str]) -> None:

@@ -19,7 +19,7 @@ from kvq.methods.build import build_method
 from kvq.models.inputs import Inputs
 from kvq.results import Record, Store
 from kvq.runs import run
-from kvq_lab.reuse import check, deflated_bytes, order0_bytes, planes
+from kvq_lab.reuse import byte_planes, check, deflated_bytes, order0_bytes
 
 pytest.importorskip("zstandard")
 GIVEN = "model=tiny task=reuse task.windows=2 task.prefix=96 task.scored=32 residual.size=16 threads=1".split()
@@ -35,10 +35,10 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Store, dict[str, Rec
 
 def test_planes_are_bytes_by_their_place() -> None:
     numbers = torch.tensor([[1, 258], [-1, 0]], dtype=torch.int16)
-    low, high = planes(numbers)
+    low, high = byte_planes(numbers)
     assert low.tolist() == [1, 2, 255, 0]
     assert high.tolist() == [0, 1, 255, 0]
-    assert sum(map(len, planes(torch.zeros(3, 5)))) == 3 * 5 * 4
+    assert sum(map(len, byte_planes(torch.zeros(3, 5)))) == 3 * 5 * 4
 
 
 def test_order0_is_shannons_entropy() -> None:

@@ -20,7 +20,7 @@ from kvq.cli import main
 from kvq.errors import ConfigError
 from kvq.results import Store
 from kvq.results.statistics import dominated, hypervolume
-from kvq_lab.figures import search_figure, search_table, searches
+from kvq_lab.figures import read_searches, search_figure, search_table
 from kvq_lab.search import Search, Settings, Space, Trial
 
 POINTS = st.lists(st.lists(st.integers(0, 5), min_size=3, max_size=3), max_size=6)
@@ -120,13 +120,13 @@ def test_winners_are_not_beaten(tmp_path: Path) -> None:
 def test_the_figure(tmp_path: Path) -> None:
     for sampler in ("nsga2", "random"):
         searched(tmp_path, sampler=sampler, trials=12)
-    ((_, found),) = searches(Store(tmp_path)).items()
+    ((_, found),) = read_searches(Store(tmp_path)).items()
     table = search_table(found)
     assert len(table) == 24
     assert table["frontier"].dropna().astype(bool).any()
     assert len(search_figure(table, "a title").get_axes()) == 2
     (tmp_path / "searches" / "torn.json").write_text("{")
-    assert len(searches(Store(tmp_path))) == 1
+    assert len(read_searches(Store(tmp_path))) == 1
 
 
 @pytest.mark.long

@@ -11,8 +11,8 @@ from kvq.errors import ConfigError, DataError
 from kvq.results import Record, Store
 from kvq.runs import Prepared, run
 from kvq.tasks.reader import shared
-from kvq_lab.speculate import Rounds, metrics_of_rounds
-from kvq_lab.trajectory import Draws, Writer, passages
+from kvq_lab.speculate import Rounds, acceptance_metrics
+from kvq_lab.trajectory import Draws, Writer, cut_passages
 
 GIVEN = "model=tiny task=speculate task.prompts=2 task.context=96 task.new_tokens=24 residual.size=16 threads=1".split()
 
@@ -54,9 +54,9 @@ def test_counts_follow_from_single_steps(made: tuple[Store, dict[str, Record]]) 
     given = ["task=trajectory" if word == "task=speculate" else word for word in GIVEN]
     prepared = Prepared(resolve(compose([*given, "method=rtn", "bits=2"])))
     writer = Writer(prepared.inputs, prepared.method)
-    for index, prompt in enumerate(passages(prepared.inputs)):
+    for index, prompt in enumerate(cut_passages(prepared.inputs)):
         row = store.samples(runs["drafts"].key)[index]
-        same, _, _ = writer.forced(prompt, row["tokens"], Draws(prepared.inputs.config.task, index))
+        same, _, _ = writer.read_forced(prompt, row["tokens"], Draws(prepared.inputs.config.task, index))
         at, expected = 1, []
         for count in row["drafted"]:
             right = next((step for step in range(count) if not same[at + step]), count)
@@ -74,7 +74,7 @@ def test_numbers_by_hand() -> None:
         {"drafted": [4], "accepted": [0], "per_forward": 1.0, "equal": False},
         {"drafted": [], "accepted": [], "per_forward": 1.0, "equal": True},
     ]
-    found = metrics_of_rounds(rows)
+    found = acceptance_metrics(rows)
     assert found["acceptance"] == pytest.approx(5 / 12)
     assert found["tokens_per_forward"] == pytest.approx(1 + 5 / 3)
     assert found["equal_texts"] == pytest.approx(2 / 3)

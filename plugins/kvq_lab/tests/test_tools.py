@@ -13,9 +13,9 @@ from kvq.errors import ConfigError, DataError
 from kvq.results import Record, Store
 from kvq.runs import run
 from kvq_lab import tools
-from kvq_lab.calls import Function, Request, allowing, read_bfcl, written
+from kvq_lab.calls import Function, Request, allow_values, call_text, read_bfcl
 from kvq_lab.functions import FAMILIES, draw_requests, draw_shots
-from kvq_lab.tools import CHECKS, check_answer, first_object, same, satisfies
+from kvq_lab.tools import CHECKS, check_answer, first_object, is_allowed, satisfies
 from tests.sweeps import inputs_of
 
 GIVEN = (
@@ -38,7 +38,7 @@ WEATHER = Function(
     },
 )
 CALL = Function("call", "Call somebody.", {"type": "object", "properties": {"name": {"type": "string"}}})
-ASKED = Request("weather 0", "Oslo?", (CALL, WEATHER), "weather", allowing({"city": "Oslo", "days": 2}))
+ASKED = Request("weather 0", "Oslo?", (CALL, WEATHER), "weather", allow_values({"city": "Oslo", "days": 2}))
 
 
 def judged(text: str, request: Request = ASKED) -> str:
@@ -88,20 +88,20 @@ def test_the_first_object_is_the_first_brace() -> None:
 
 
 def test_values_are_equal_by_what_they_say() -> None:
-    assert same(2, 2.0, False)
-    assert not same(1, True, False)
-    assert not same(True, 1, False)
-    assert same(None, None, False)
-    assert not same(0, None, False)
-    assert same([1, 2], [1, 2], False)
-    assert not same([2, 1], [1, 2], False)
-    assert not same([1], [1, 2], False)
-    assert same("New York, NY", "new york ny", True)
-    assert not same("New York", "new york", False)
-    assert same({"a": {"b": [1]}}, allowing({"v": {"a": {"b": [1]}}})["v"][0], False)
-    assert not same({"a": {"b": [2]}}, allowing({"v": {"a": {"b": [1]}}})["v"][0], False)
-    assert not same({"a": 1, "c": 1}, {"a": [1]}, False)
-    assert same({"a": 1}, {"a": [2, 1], "b": ["", 3]}, True)
+    assert is_allowed(2, 2.0, False)
+    assert not is_allowed(1, True, False)
+    assert not is_allowed(True, 1, False)
+    assert is_allowed(None, None, False)
+    assert not is_allowed(0, None, False)
+    assert is_allowed([1, 2], [1, 2], False)
+    assert not is_allowed([2, 1], [1, 2], False)
+    assert not is_allowed([1], [1, 2], False)
+    assert is_allowed("New York, NY", "new york ny", True)
+    assert not is_allowed("New York", "new york", False)
+    assert is_allowed({"a": {"b": [1]}}, allow_values({"v": {"a": {"b": [1]}}})["v"][0], False)
+    assert not is_allowed({"a": {"b": [2]}}, allow_values({"v": {"a": {"b": [1]}}})["v"][0], False)
+    assert not is_allowed({"a": 1, "c": 1}, {"a": [1]}, False)
+    assert is_allowed({"a": 1}, {"a": [2, 1], "b": ["", 3]}, True)
 
 
 def test_a_schema_lists_all_fields() -> None:
@@ -136,7 +136,7 @@ def test_what_is_drawn_is_right_and_covers_every_kind() -> None:
     kinds, given, left_out = set[str](), 0, 0
     for request in draw_requests(6 * len(FAMILIES), 3, 0):
         arguments = plain(request.allowed)
-        assert judged(written(request.function, arguments), request) == "JSFA", request
+        assert judged(call_text(request.function, arguments), request) == "JSFA", request
         [function] = [one for one in request.functions if one.name == request.function]
         schema = function.parameters
         for name, value in arguments.items():
@@ -245,7 +245,7 @@ def test_a_file_of_the_leaderboard(tmp_path: Path) -> None:
         ({"sides": [3, 4], "unit": "cm", "box": {"low": 3}}, "JSF"),
         ({"sides": "3, 4", "unit": "cm"}, "JF"),
     ):
-        assert judged(written("shape.area", arguments), request) == passes, arguments
+        assert judged(call_text("shape.area", arguments), request) == passes, arguments
 
 
 @pytest.mark.parametrize(
@@ -315,7 +315,7 @@ def test_a_killed_run_goes_on(
 ) -> None:
     given = [*GIVEN, "method=fp16", "task.batch_size=1", "task.noise_floor=false", f"results_dir={tmp_path}"]
     asked: list[str] = []
-    answer = tools.answer
+    answer = tools.answer_batch
 
     def once(reader: Any, inputs: Any, batch: Any) -> Any:
         if len(asked) == 1:
@@ -327,10 +327,10 @@ def test_a_killed_run_goes_on(
         asked.extend(item.request.name for item in batch)
         return answer(reader, inputs, batch)
 
-    monkeypatch.setattr(tools, "answer", once)
+    monkeypatch.setattr(tools, "answer_batch", once)
     with pytest.raises(Killed):
         run(resolve(compose(given)))
-    monkeypatch.setattr(tools, "answer", counted)
+    monkeypatch.setattr(tools, "answer_batch", counted)
     record = run(resolve(compose(given)))
     assert len(asked) == len(set(asked)) == 3
     store, runs = made

@@ -16,7 +16,7 @@ from kvq.results import Record, Store
 from kvq.results.files import Journal
 from kvq.runs import Prepared, run
 from kvq_lab.figures import survival_figure, survival_table
-from kvq_lab.trajectory import Draws, TrajectoryConfig, drift, first_difference, measure, passages
+from kvq_lab.trajectory import Draws, TrajectoryConfig, cut_passages, drift, first_difference, measure
 
 GIVEN = (
     "model=tiny task=trajectory task.prompts=3 task.context=96 task.new_tokens=12 residual.size=16 threads=1".split()
@@ -40,7 +40,7 @@ def test_full_precision_writes_what_transformers_writes(made: tuple[Store, dict[
     inputs = inputs_of("method=fp16", "cache.dtype=float32")
     loaded = inputs.model
     texts = [row["tokens"] for row in store.samples(records["fp16"].key)]
-    for prompt, text in zip(passages(inputs), texts, strict=True):
+    for prompt, text in zip(cut_passages(inputs), texts, strict=True):
         tokens = torch.tensor([prompt])
         whole = loaded.model.generate(
             tokens, max_new_tokens=12, do_sample=False, attention_mask=torch.ones_like(tokens)
@@ -63,7 +63,7 @@ def test_each_step_is_judged_on_full_precisions_text(made: tuple[Store, dict[str
     prepared = Prepared(resolve(compose([*GIVEN, "method=rtn", "bits=2"])))
     loaded, method = prepared.inputs.model, prepared.method
     full = [row["tokens"] for row in store.samples(records["fp16"].key)]
-    for prompt, text, row in zip(passages(prepared.inputs), full, store.samples(records["rtn"].key), strict=True):
+    for prompt, text, row in zip(cut_passages(prepared.inputs), full, store.samples(records["rtn"].key), strict=True):
         logits = []
         for cache in (KVCache(loaded, method), None):
             past = cache
@@ -125,7 +125,7 @@ def test_bad_settings_are_one_line() -> None:
     with pytest.raises(ConfigError, match=r"task\.prompts=1: at least 2"):
         resolve(compose([*GIVEN, "task.prompts=1"]))
     with pytest.raises(DataError, match=r"task\.prompts=100000: the text has \d+ passages of 96 tokens"):
-        passages(inputs_of("task.prompts=100000"))
+        cut_passages(inputs_of("task.prompts=100000"))
     with pytest.raises(ConfigError, match=r"task\.new_tokens=100000: after 96 tokens; model=tiny takes at most"):
         _ = Prepared(resolve(compose([*GIVEN, "task.new_tokens=100000"]))).method
 
@@ -162,10 +162,10 @@ def test_sampled_texts_share_their_numbers(sampled: tuple[Store, dict[str, Recor
 def test_draws_have_the_models_distribution() -> None:
     task = TrajectoryConfig(temperature=2.0, draw=3)
     logits = torch.tensor([0.0, 1.0, 2.0]).expand(4000, 3)
-    found = torch.bincount(Draws(task, 0).chosen(logits, 0), minlength=3) / 4000
+    found = torch.bincount(Draws(task, 0).choose(logits, 0), minlength=3) / 4000
     assert torch.allclose(found, torch.softmax(torch.tensor([0.0, 0.5, 1.0]), 0).to(found), atol=0.03)
     pick = Draws(task, 0).pick()
-    assert [int(pick(logits[:1])) for _ in range(50)] == Draws(task, 0).chosen(logits[:50], 0).tolist()
+    assert [int(pick(logits[:1])) for _ in range(50)] == Draws(task, 0).choose(logits[:50], 0).tolist()
 
 
 def test_drift_is_the_slope_of_logarithms(sampled: tuple[Store, dict[str, Record]]) -> None:

@@ -19,7 +19,7 @@ from kvq.codecs import (
 )
 from kvq.errors import ConfigError, Unsupported
 from kvq.methods.build import build_method
-from kvq_zoo.channel_groups import ChannelGroups, PairWidths, allocated
+from kvq_zoo.channel_groups import ChannelGroups, PairWidths, allocate_bits
 from kvq_zoo.tests import rival_oracles as by
 from tests.codecs.test_rope import turned
 
@@ -105,13 +105,13 @@ def test_bits_go_where_the_energy_is(bits):
 def test_widths_are_the_best_of_all_ways(seed):
     energies = np.exp(2 * np.random.default_rng(seed).standard_normal(5)).tolist()
     for total in range(5, 21):
-        assert allocated(energies, total / 5, 4) == by.best_widths(energies, total, 4)
+        assert allocate_bits(energies, total / 5, 4) == by.best_widths(energies, total, 4)
 
 
 def test_a_budget_that_is_no_whole_number_is_cut():
     """As released: int(pairs * mean); equal energies get bits from the first pair on."""
-    assert allocated([1.0, 1.0, 1.0], 1.9, 8) == [2, 2, 1]
-    assert allocated([0.0, 0.0, 0.0], 2, 3) == [3, 2, 1]
+    assert allocate_bits([1.0, 1.0, 1.0], 1.9, 8) == [2, 2, 1]
+    assert allocate_bits([0.0, 0.0, 0.0], 2, 3) == [3, 2, 1]
 
 
 @pytest.mark.parametrize("bits", [1, 2, 3])

@@ -20,7 +20,7 @@ from kvq.codecs import (
 from kvq.config.method import CalibrationConfig
 from kvq.errors import ConfigError, DataError, Unsupported
 from kvq.models import LoadedModel
-from kvq_zoo.coefficient_groups import KINDS, Errors, Groups, cost, measured, planned
+from kvq_zoo.coefficient_groups import KINDS, GroupErrors, Groups, group_bits, measure_errors, plan_groups
 from kvq_zoo.kvtc import CoefficientQuantizer, PrincipalComponents, fit_groups, grouped_parts
 from kvq_zoo.tests import kvtc_oracle as oracle
 from tests.calibrated import build
@@ -33,18 +33,18 @@ def normal(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
-def drawn(n: int, seed: int) -> Errors:
+def drawn(n: int, seed: int) -> GroupErrors:
     """Errors of no quantizer at all."""
     draw = np.random.default_rng(seed)
     of = {(size, kind): draw.exponential(size / kind, n - size + 1) for size in SIZES for kind in KINDS}
-    return Errors(draw.exponential(1, n), of)
+    return GroupErrors(draw.exponential(1, n), of)
 
 
-def total(errors: Errors, groups: list[tuple[int, int]]) -> float:
+def total(errors: GroupErrors, groups: list[tuple[int, int]]) -> float:
     found, start = 0.0, 0
     for size, kind in groups:
         rest = errors.energies[start : start + size].sum()
-        found, start = found + (errors.of[size, kind][start] if kind else rest), start + size
+        found, start = found + (errors.by_option[size, kind][start] if kind else rest), start + size
     return float(found + errors.energies[start:].sum())
 
 
@@ -56,8 +56,8 @@ def chosen(groups: Groups) -> list[tuple[int, int]]:
 def test_no_other_groups_of_two_layers_lose_less(bits: int) -> None:
     """Against all groups of three and four coefficients with all kinds."""
     layers = [drawn(3, 1), drawn(4, 2)]
-    found = planned(layers, bits)
-    assert sum(groups.cost for groups in found) <= bits
+    found = plan_groups(layers, bits)
+    assert sum(groups.bits_per_token for groups in found) <= bits
     ways = [
         [(sum(map(oracle.cost, way)), total(own, way)) for way in oracle.every(len(own.energies), SIZES)]
         for own in layers
@@ -68,10 +68,10 @@ def test_no_other_groups_of_two_layers_lose_less(bits: int) -> None:
 
 def test_errors_of_groups_are_those_of_loops() -> None:
     z = normal(7, 9) * torch.logspace(1, -2, 9)
-    found = measured(z, (1, 4, 16))
+    found = measure_errors(z, (1, 4, 16))
     assert found.energies == pytest.approx((z.numpy() ** 2).sum(0))
-    assert set(found.of) == {(1, 2), (4, 2), (4, 4), (4, 8)}
-    for group, errors in found.of.items():
+    assert set(found.by_option) == {(1, 2), (4, 2), (4, 4), (4, 8)}
+    for group, errors in found.by_option.items():
         expected = [oracle.error(z.numpy(), start, group) for start in range(10 - group[0])]
         assert errors == pytest.approx(expected, rel=1e-9, abs=1e-18)
 
@@ -84,11 +84,15 @@ def test_what_is_stored_is_what_groups_cost() -> None:
         assert isinstance(codec.quantizer, CoefficientQuantizer)
         groups, packed = codec.quantizer.groups(x), codec.encode(x[:, :, :50])
         codes = sum(size * kind for size, kind in chosen(groups))
-        assert 8 * packed.nbytes == 50 * (8 * -(-codes // 8) + 32 * groups.scales)
-        assert groups.cost == sum(cost(*group) for group in chosen(groups)) == codes + 32 * groups.scales
-        assert 0.95 * 128 * bits < groups.cost <= 128 * bits
+        assert 8 * packed.nbytes == 50 * (8 * -(-codes // 8) + 32 * groups.stored_groups)
+        assert (
+            groups.bits_per_token
+            == sum(group_bits(*group) for group in chosen(groups))
+            == codes + 32 * groups.stored_groups
+        )
+        assert 0.95 * 128 * bits < groups.bits_per_token <= 128 * bits
         stage = codec.stages[-1][1]
-        assert stage.tables["basis"].shape == (128, groups.used)  # type: ignore[attr-defined]
+        assert stage.tables["basis"].shape == (128, groups.coefficients)  # type: ignore[attr-defined]
 
 
 def test_bits_too_few_for_a_group_leave_the_mean() -> None:
@@ -134,7 +138,10 @@ def test_layers_of_a_side_share_bits_and_sides_do_not() -> None:
     def costs(codec: Codec) -> dict[tuple[str, int], int]:
         tables = fit_groups(dict.fromkeys(rows, codec), lambda place: rows[place])
         names = ("quantizer.sizes", "quantizer.kinds")
-        return {place: Groups(*(tuple(found[name].tolist()) for name in names)).cost for place, found in tables.items()}
+        return {
+            place: Groups(*(tuple(found[name].tolist()) for name in names)).bits_per_token
+            for place, found in tables.items()
+        }
 
     found = costs(codec)
     assert found["key", 0] < 64 < found["key", 1] <= 128 - found["key", 0]

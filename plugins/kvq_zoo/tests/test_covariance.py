@@ -17,7 +17,7 @@ from kvq.config.method import CalibrationConfig
 from kvq.errors import ConfigError, Unsupported
 from kvq.methods.build import build_method
 from kvq.models import LoadedModel
-from kvq_zoo.covariance import CovarianceRotation, RankClip, bit_reversal, covariance_rotation
+from kvq_zoo.covariance import CovarianceRotation, RankClip, bit_reversed_ranks, covariance_rotation
 from tests.calibrated import build, random_states
 from tests.random_models import llama, token_ids
 
@@ -64,7 +64,7 @@ def stored(row: np.ndarray, bits: int, side: type) -> np.ndarray:
 @pytest.mark.parametrize("dim", [1, 2, 8, 64])
 def test_bits_in_reverse(dim: int) -> None:
     bits = dim.bit_length() - 1
-    assert bit_reversal(dim).tolist() == [int(f"{i:0{bits}b}"[::-1], 2) if bits else 0 for i in range(dim)]
+    assert bit_reversed_ranks(dim).tolist() == [int(f"{i:0{bits}b}"[::-1], 2) if bits else 0 for i in range(dim)]
 
 
 @pytest.mark.parametrize("dim", [4, 16, 32])
@@ -176,7 +176,7 @@ def test_without_queries_there_are_no_moments() -> None:
 
 def test_head_dims_that_are_no_power_of_two() -> None:
     """Ranks of reversed bits are a permutation, so R stays orthogonal where Paley has a Hadamard matrix."""
-    assert bit_reversal(6).tolist() == [0, 3, 2, 5, 1, 4]  # 000 100 010 110 001 101
+    assert bit_reversed_ranks(6).tolist() == [0, 3, 2, 5, 1, 4]  # 000 100 010 110 001 101
     rows = torch.randn(90, 80, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     found = covariance_rotation((rows.mT @ rows)[None])[0]
     assert float((found @ found.mT - torch.eye(80, dtype=torch.float64)).abs().max()) < 1e-12
