@@ -22,13 +22,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from kvq.codecs import (
-    LloydMaxQuantizer,
-    SignedMaxQuantizer,
-    UniformQuantizer,
-    VectorQuantizer,
-    plane_widths,
-)
+from kvq.codecs import LloydMaxQuantizer, SignedMaxQuantizer, UniformQuantizer, VectorQuantizer, plane_widths
 from kvq.codecs.quantizers import Quantizer
 from kvq.errors import Unsupported
 from kvq.kernels.linear_chain import (

@@ -79,11 +79,7 @@ class Recommendation:
 
 
 def parse_question(words: Sequence[str]) -> Question:
-    """The question of a command line.
-
-    Raises:
-        ConfigError: an unknown word, a number that is none, or no model or context.
-    """
+    """The question of a command line."""
     model = [word for word in words if word.startswith(("model=", "model."))]
     names = ("model", "context", "engine", "memory", "loss", "batch", "results")
     given = parse_words([word for word in words if word not in model], names, bounds=True)
@@ -141,11 +137,7 @@ class Advisor:
             raise ConfigError(f"context={question.context}: model={self.model.name} takes at most {longest} tokens")
 
     def choices(self) -> list[Recommendation]:
-        """At most `MOST` formats, the cheapest first, or the best first where only memory is bounded.
-
-        Raises:
-            RecordError: no run of a format that may be chosen is on record.
-        """
+        """At most `MOST` formats, the cheapest first, or the best first where only memory is bounded."""
         nearest, *others = [[row for row in rows if self._fits(row.record)] for rows in self._nearest_tables()]
         rows = {row.record.key: row for row in nearest}
         found = self._rank([row.record for row in nearest])
@@ -195,9 +187,6 @@ class Advisor:
         """Formats of the nearest table of decoding: of this model, its family, a real model, any other.
 
         Where none is of this model or its family, the largest table of each other real model comes after it.
-
-        Raises:
-            RecordError: none has losses of as many windows as a verdict needs.
         """
 
         def nearness(rows: list[Row]) -> tuple[int, int]:

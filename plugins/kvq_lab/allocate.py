@@ -73,9 +73,6 @@ def read_costs(records: Sequence[Record], store: Store, full: bool = True, heads
 
     How many numbers a place stores follows from its bytes and the bits per element of its side in all layers; heads of
     a side store equally many (`kvq.codecs.HeadsCodec` takes no other codecs).
-
-    Raises:
-        RecordError: two records of a width, or places that differ between widths.
     """
     found: dict[Place, dict[int, Option]] = {}
     numbers: dict[Place, float] = {}
@@ -111,11 +108,7 @@ def _places(rows: Sequence[Mapping[str, Any]], heads: bool) -> Iterator[tuple[Pl
 
 
 def solve_exact(costs: Costs, bits: float) -> dict[Place, Option]:
-    """The map of least cost within `bits`, by an integer program.
-
-    Raises:
-        ConfigError: even the narrowest map stores more.
-    """
+    """The map of least cost within `bits`, by an integer program."""
     import numpy as np
     from scipy.optimize import Bounds, LinearConstraint, milp
 
@@ -204,9 +197,6 @@ def find_records(store: Store, model: str, method: str, dataset: str | None, hea
     """Records of `task=sensitivity` of a model and a method, on one text.
 
     `heads`: those with costs of heads; else those without, or where there are none, with them.
-
-    Raises:
-        RecordError: none, or of several texts.
     """
     found = [
         record

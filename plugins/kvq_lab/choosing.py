@@ -118,11 +118,7 @@ class Format:
 
 
 class Chooser:
-    """One race: what can be measured is settled when it is made, `race` measures.
-
-    Raises:
-        KvqError: a model, text or engine with which nothing can be measured, in one line with what would work.
-    """
+    """One race: what can be measured is settled when it is made, `race` measures."""
 
     def __init__(self, question: Question) -> None:
         self.question, self.store = question, Store(question.results)
@@ -227,11 +223,7 @@ class Chooser:
         raise Unsupported(f"engine={engine}: no format for model={self.model.name} ({reason}); {rest}")
 
     def _draw_passages(self) -> list[str]:
-        """Passages of the text of at least a window of tokens each, in random order.
-
-        Raises:
-            DataError: fewer than the first round needs.
-        """
+        """Passages of the text of at least a window of tokens each, in random order."""
         given, tokenizer = self.question.text, self.inputs.tokenizer
         word = [f"dataset={given}", "dataset.max_tokens=null"] if given in choices()["dataset"] else ["dataset=text"]
         dataset = composed([*word, *([] if given in choices()["dataset"] else [f"dataset.path={given}"])]).dataset

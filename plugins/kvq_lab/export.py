@@ -39,11 +39,7 @@ _UNITS = {
 
 
 def engine_command(config: Config) -> str:
-    """The engine's command or arguments for a method's format.
-
-    Raises:
-        Unsupported: no engine reads the method, or not with these layers or settings.
-    """
+    """The engine's command or arguments for a method's format."""
     method = config.method
     if method.backend is not None:
         return _transformers_arguments(config)
@@ -72,9 +68,6 @@ def modelopt_recipe(config: Config) -> str:
     """A recipe of ModelOpt for its `hf_ptq.py --recipe FILE`: the cache in the method's format, weights as they are.
 
     Layers in full precision are entries that disable the quantizer of their keys or values.
-
-    Raises:
-        Unsupported: ModelOpt writes no such format, or not with these layers or settings.
     """
     method = config.method
     unit = _UNITS.get(method.name)
