@@ -52,13 +52,13 @@ def test_a_sweep_composes_names_and_reads_each_run_once(
     given = [*small_run(tmp_path), *results, "task.max_windows=1"]
     assert main([*given, *results, "method=nsn", "bits=4", "task.context=64", "task.stride=64"]) == 0  # another table's
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    # The presets of two methods, by which new records are labelled, are composed too.
+    # The presets of two methods, by which new records are labelled, are composed too, once in a process.
     for measured, labels, choices in ((JOBS + FULL_PRECISION, 2, 5), (0, 0, 0)):
         resolving._full_precision.cache_clear()
         composing._chosen.cache_clear()
         counts.clear()
         assert main([*given, *SWEEP]) == 0
-        assert counts["composition"] == JOBS + FULL_PRECISION + labels
+        assert JOBS + FULL_PRECISION <= counts["composition"] <= JOBS + FULL_PRECISION + labels
         # Hydra's own: its mode and settings, those of the sweep; then each set of choices, until the cache has it.
         assert counts["load_configuration"] <= 2 + choices
         assert counts["canonical"] == counts["run_key"] == JOBS + FULL_PRECISION

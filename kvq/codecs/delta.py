@@ -54,7 +54,8 @@ class DeltaQuantizer(Quantizer):
             group = codec.token_group or "a block's"
             raise Unsupported(f"codec: {group} tokens share statistics; a delta is encoded before the next is known")
         self.codec, self.anchor_every, self.anchor_threshold = codec, anchor_every, anchor_threshold
-        self.anchor_dtype = None if anchor_dtype is None else choice(ScaleDtype, anchor_dtype, "anchor_dtype").torch
+        name = None if anchor_dtype is None else choice(ScaleDtype, anchor_dtype, "anchor_dtype")
+        self.anchor_dtype: torch.dtype | None = None if name is None else getattr(torch, name)
 
     @property
     def bits(self) -> float | None:

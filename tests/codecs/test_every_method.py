@@ -28,6 +28,7 @@ from kvq.codecs import (
     rope_table,
 )
 from kvq.codecs.packed import pack
+from kvq.codecs.sketches import InnerProductQuantizer
 from kvq.codecs.vector import VectorQuantizer
 from kvq.errors import Unsupported
 from tests.calibrated import build
@@ -279,7 +280,8 @@ def test_keys_and_values_get_their_own_bits(name):
             continue
         split = codec.quantizer.base.quantizer if isinstance(codec.quantizer, LowRankCorrection) else codec.quantizer
         if isinstance(split, CalibratedChannelSplit):
-            most = 8 if split.differences else 4  # delta_outliers has no cap
+            signs = isinstance(split.high.quantizer, InnerProductQuantizer)
+            most = 8 if split.differences else 4 + signs  # of codes; delta_outliers has no cap
             assert coded(codec)[1] == (min(bits + 1, most) + 3 * max(bits - 1, 1)) / 4
             continue
         extra = split.outliers * (split.high.quantizer.bits - bits) / 64 if isinstance(split, ChannelSplit) else 0

@@ -39,6 +39,10 @@ REFUSED = {
     "kvquant_plus_plus/outliers": "codes of CalibratedChannelSplit",
     "kvquant_plus_plus/outliers_low_rank": "codes of LowRankCorrection",
     "kvquant_plus_plus/delta_outliers": "codes of CalibratedChannelSplit",
+    "kvquant_plus_plus/outliers_prod": "codes of CalibratedChannelSplit",
+    "kvquant_plus_plus/pipeline_delta_low_rank": "codes of LowRankCorrection",
+    "kvquant_plus_plus/pipeline_low_rank": "codes of LowRankCorrection",
+    "kvquant_plus_plus/pipeline_low_rank_huffman": "HuffmanCodec stores lists",
     "kvquant_plus_plus/product": "PrefillCodec stores lists",
     "turboquant/outliers": "codes of ChannelSplit",
     "turboquant/prod": "codes of InnerProductQuantizer",
@@ -84,9 +88,12 @@ REFUSED |= {
 }
 REFUSED |= {
     f"kvquant_plus_plus/delta{kind}": "codes of DeltaQuantizer"
-    for kind in ("", "_mse", "_prod", "_every", "_threshold", "_threshold_low")
+    for kind in ("", "_mse", "_prod", "_every", "_sequence", "_threshold", "_threshold_low")
 }
-REFUSED |= {f"kvquant_plus_plus/attention{kind}": "codes of TokenSplit" for kind in ("", "_mse")}
+REFUSED |= {
+    f"kvquant_plus_plus/{name}": "codes of TokenSplit"
+    for name in ("attention", "attention_mse", "pipeline", "pipeline_attention_low_rank", "pipeline_delta_attention")
+}
 REFUSED |= {"kvquant_plus_plus/tiers": "codes of TokenTiers", "waterfill_kv": "values that are stored with keys"}
 REFUSED |= {"waterfill/kv_small": REFUSED["waterfill_kv"]}
 REFUSED |= {name: FAMILIES[family] for name in NAMES if (family := name.partition("/")[0]) in FAMILIES}

@@ -216,7 +216,7 @@ def test_a_missing_library_is_named(asked: dict[str, Any], monkeypatch: pytest.M
 @pytest.mark.parametrize(
     ("override", "reason"),
     [
-        ("model.load_in=3bit", "model.load_in=3bit: null or one of 4bit, 8bit, gptq, awq"),
+        ("model.load_in=3bit", "model.load_in=3bit: one of 4bit, 8bit, gptq, awq"),
         ("model.max_memory={0: much}", "model.max_memory={0: 'much'}: sizes by device"),
         ("model.max_memory={0: 20GiB}", "model.max_memory: bounds model.device_map, which is null"),
         ("model.attn_implementation=''", "model.attn_implementation="),

@@ -94,7 +94,7 @@ def test_the_page_of_disagreements_quotes_what_is_published() -> None:
 def test_what_the_review_asks_for_is_there() -> None:
     ours = {f"embedded/{name}" for name in ("decoding", "engines", "extensions", "methods", "nsnquant_steps")}
     ours |= {f"embedded/{name}" for name in ("agreement", "agreement_mlx", "reuse", "round_weights", "trajectory")}
-    ours |= {f"embedded/{name}" for name in ("conversation", "drift", "rivals", "speculate", "tools")}
+    ours |= {f"embedded/{name}" for name in ("conversation", "drift", "pipeline", "rivals", "speculate", "tools")}
     ours |= {f"kvquant_plus_plus/{name}" for name in ("3_1_drawn", "3_3_drawn", "3_5", "3_5_text", "9_5")}
     ours |= {"speed/peers", "suite/long", "suite/reasoning"}
     ours |= {name for name in layouts() if name.startswith(("real/", "waterfill/"))}
@@ -200,6 +200,7 @@ def test_experiments_of_embedded_models_need_no_stand_ins(experiments: list[Expe
         "embedded/extensions": 132,
         "embedded/methods": 140,
         "embedded/nsnquant_steps": 24,
+        "embedded/pipeline": 16,
         "embedded/reuse": 15,
         "embedded/rivals": 31,
         "embedded/round_weights": 12,
