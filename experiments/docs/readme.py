@@ -1,7 +1,8 @@
 """Put the tables of results/tables into the README's marked places: `python experiments/docs/readme.py`.
 
 A place is `<!-- table: ppl-tiny-pydocs-f6320084 of kivi nsn at 2 3 columns 1 2 5 -->` to `<!-- end -->`: a name, then,
-where not all of it is wanted, methods (full precision always stands first), bits, and numbers of columns from 1.
+where not all of it is wanted, methods (full precision always stands first; with `;` between names of several words, as
+in `of kivi/sink; nsn, sink tokens 1`), bits, and numbers of columns from 1.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import re
 
 from experiments.docs.places import ROOT, fill
 
-WORDS = re.compile(r"([\w-]+)(?: of ([\w/ ]+?))?(?: at ([\w. ]+?))?(?: columns ([\d ]+))?")
+WORDS = re.compile(r"([\w-]+)(?: of ([\w/,; ]+?))?(?: at ([\w. ]+?))?(?: columns ([\d ]+))?")
 HEAD = 3
 """Lines of a table before its methods: titles, alignment, full precision."""
 
@@ -26,13 +27,14 @@ def table_lines(words: str) -> str:
     if place is None or not path.is_file():
         raise SystemExit(f"{path.relative_to(ROOT)}: no such table; run make tables")
     rows = [line for line in path.read_text(encoding="utf-8").splitlines() if line.startswith("|")]
-    wanted = [(0, place[2]), (1, place[3])]
+    methods = place[2] and ([name.strip() for name in place[2].split(";")] if ";" in place[2] else place[2].split())
+    wanted = [(0, methods), (1, place[3] and place[3].split())]
     cells = [[cell.strip() for cell in row.strip("|").split("|")] for row in rows]
     columns = [int(number) - 1 for number in (place[4] or "").split()]
     kept = [
         f"| {' | '.join(cells[index][at] for at in columns)} |" if columns else row
         for index, row in enumerate(rows)
-        if index < HEAD or all(names is None or cells[index][at] in names.split() for at, names in wanted)
+        if index < HEAD or all(names is None or cells[index][at] in names for at, names in wanted)
     ]
     return "\n".join(kept) + "\n"
 
