@@ -240,7 +240,7 @@ def test_the_readme_shows_the_committed_tables() -> None:
         words = readme.WORDS.fullmatch(place[3])
         assert words is not None
         rows = [[cell.strip() for cell in row.split("|")[1:3]] for row in place[4].splitlines()[3:]]
-        assert {name for name, _ in rows} == set(words[2].split())
+        assert {name for name, _ in rows} == set(readme.named_methods(words[2]))
         assert {bits for _, bits in rows} == set(words[3].split())
 
 

@@ -16,6 +16,11 @@ HEAD = 3
 """Lines of a table before its methods: titles, alignment, full precision."""
 
 
+def named_methods(words: str) -> list[str]:
+    """The methods that a place names, between `;` or, where there is none, between spaces."""
+    return [name.strip() for name in words.split(";")] if ";" in words else words.split()
+
+
 def table_lines(words: str) -> str:
     """The rows of the Markdown table that a place's words name, of its methods, bits and columns.
 
@@ -27,8 +32,7 @@ def table_lines(words: str) -> str:
     if place is None or not path.is_file():
         raise SystemExit(f"{path.relative_to(ROOT)}: no such table; run make tables")
     rows = [line for line in path.read_text(encoding="utf-8").splitlines() if line.startswith("|")]
-    methods = place[2] and ([name.strip() for name in place[2].split(";")] if ";" in place[2] else place[2].split())
-    wanted = [(0, methods), (1, place[3] and place[3].split())]
+    wanted = [(0, place[2] and named_methods(place[2])), (1, place[3] and place[3].split())]
     cells = [[cell.strip() for cell in row.strip("|").split("|")] for row in rows]
     columns = [int(number) - 1 for number in (place[4] or "").split()]
     kept = [
