@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -114,6 +115,15 @@ def _shorten(value: Any) -> str:
     return "null" if value is None else str(value)[:60]
 
 
+@contextmanager
+def _one_line_failures(path: Path) -> Iterator[None]:
+    """Raise one `DataError` for whatever fails within: each part fails in its own way on what is not its own."""
+    try:
+        yield
+    except Exception as error:
+        raise DataError(f"{_WHAT} {path}: its state is none that this cache writes ({type(error).__name__})") from error
+
+
 def read(
     path: Path,
     model: nn.Module,
@@ -131,30 +141,17 @@ def read(
     header, tensors = read_tensors(path, _WHAT, FORMAT)
     if header.get("state_sha256") != _digest(header.get("state")):
         raise DataError(f"{_WHAT} {path}: damaged, its state is not the one that was written")
-    try:
-        _fill(Reader(header["state"], tensors, device_of(base_of(model))), model, layers, tables, groups, states)
-    except Exception as error:  # each part fails in its own way on what is not its own
-        raise DataError(f"{_WHAT} {path}: its state is none that this cache writes ({type(error).__name__})") from error
-
-
-def _fill(
-    given: Reader,
-    model: nn.Module,
-    layers: Sequence[Layer],
-    tables: Sequence[RopeTable],
-    groups: Sequence[int],
-    states: Mapping[int, StateLayer],
-) -> None:
-    """Fill empty layers, tables and states (as `read`), each on the device of the model's layer of that number."""
-    # Where each part with a layer's number computes; of those that share a module, where the first does.
-    numbered = [(layer_of(module), module) for module in base_of(model).modules()]
-    devices = {int(index): device_of(module) for index, module in numbered if index is not None}
-    first = next(iter(devices.values()))
-    held = kv_layers_of(model.config.get_text_config())  # type: ignore[union-attr, operator]
-    for index, table in enumerate(tables):
-        device = devices.get(held[groups.index(index)].index, first)
-        given.part(f"rope.{index}", device).fields(table, table.saved)
-    for index, (layer, kv) in enumerate(zip(layers, held, strict=True)):
-        layer.read(given.part(f"layers.{index}", devices.get(kv.index, first)))
-    for number, state in states.items():
-        state.read(given.part(f"states.{number}", devices.get(number, first)))
+    with _one_line_failures(path):
+        given = Reader(header["state"], tensors, device_of(base_of(model)))
+        # Where each part with a layer's number computes; of those that share a module, where the first does.
+        numbered = [(layer_of(module), module) for module in base_of(model).modules()]
+        devices = {int(index): device_of(module) for index, module in numbered if index is not None}
+        first = next(iter(devices.values()))
+        held = kv_layers_of(model.config.get_text_config())  # type: ignore[union-attr, operator]
+        for index, table in enumerate(tables):
+            device = devices.get(held[groups.index(index)].index, first)
+            given.part(f"rope.{index}", device).fields(table, table.saved)
+        for index, (layer, kv) in enumerate(zip(layers, held, strict=True)):
+            layer.read(given.part(f"layers.{index}", devices.get(kv.index, first)))
+        for number, state in states.items():
+            state.read(given.part(f"states.{number}", devices.get(number, first)))
