@@ -35,7 +35,7 @@ $(READY): $(LIGHT)
 $(LIGHT): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(None if (3, 11) <= v < (3, 14) else f"Python {v[0]}.{v[1]}: kvq needs 3.11, 3.12 or 3.13; make setup PYTHON=python3.12")'
 	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --no-compile $(PIP_ARGS) -c constraints.txt torch
+	$(BIN)/python -m pip install --quiet --no-compile $(PIP_ARGS) -c constraints.txt torch numpy
 	@$(BIN)/python -c "import torch" & $(BIN)/python -m pip install --quiet --no-compile $(PIP_ARGS) -c constraints.txt -e . && wait
 	@touch $@
 
