@@ -23,7 +23,7 @@ from kvq.report.labels import BY_ENGINE
 from kvq_lab.advisor import parse_count, parse_size
 from kvq_lab.card import answer_text, find_choices, write_card
 from kvq_lab.choosing import Chooser, Question, Say
-from kvq_lab.needles import find_needles
+from kvq_lab.needles import find_full_needles, find_needles
 from kvq_lab.words import parse_number, parse_words, run_command
 
 _USAGE = """Race cache formats on your model, and say which to take.
@@ -119,6 +119,7 @@ def _progress(choosing: Chooser, console: Console) -> Iterator[Progress]:
 def run_stages(choosing: Chooser, say: Say) -> None:
     """Measure full precision and the canaries, race formats while time is left, then test the choices on needles."""
     choosing.measure_canaries(say)
+    find_full_needles(choosing, say)
     choosing.race(say)
     if choosing.state.rounds:
         find_needles(choosing, [choice.format for choice in find_choices(choosing)], say)

@@ -28,7 +28,6 @@ from kvq.results.statistics import losses
 from kvq.runs import Prepared, run
 from kvq_lab.advisor import MOST, cache_bytes, format_bytes
 from kvq_lab.memory import check_memory
-from kvq_lab.needles import needle_seconds
 from kvq_lab.racing import Race, round_sizes, run_race
 
 Say = Callable[[str], None]
@@ -135,6 +134,7 @@ class Chooser:
             raise ConfigError(f"{given}: model={self.model.name} takes at most {longest} tokens")
         self.longest, self.window = longest - ANSWER_TOKENS, window
         self.needles_found: int | None = None
+        self.needle_seconds: float | None = None  # what a choice's needles will take at most
         self.refused: dict[str, str] = {}
         self.formats = self._find_formats(question.engine)
         self.inputs = Inputs(self._config(("method=fp16",)))
@@ -344,7 +344,7 @@ class Chooser:
         words = self._overrides(one.words, number)
         known = [seconds for other in self.formats if (seconds := one.seconds or other.seconds) is not None]
         seconds = (float(np.median(known)) if known else self.window_seconds * MARGIN) * self.sizes[number - 1]
-        late = time.monotonic() + seconds > self.ends - needle_seconds(self, MOST)
+        late = time.monotonic() + seconds > self.ends - MOST * (self.needle_seconds or 0)
         if late and Prepared(composed(words)).state.name != "done":
             return False
         try:

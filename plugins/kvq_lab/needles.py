@@ -4,55 +4,79 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from kvq.config.explain import composed
 from kvq.errors import KvqError
 from kvq.report.command import write_files
+from kvq.results import Record
 from kvq.runs import Prepared, run
+from kvq_lab.advisor import MOST
 
 if TYPE_CHECKING:
-    from kvq_lab.choosing import Chooser, Format
+    from kvq_lab.choosing import Chooser, Format, Say
 
 DEPTHS = (0.1, 0.3, 0.5, 0.7, 0.9)
 """One needle is hidden at each of these shares of a prompt."""
 COST = 1.5
-"""Time of a token under a format relative to full precision, at most, for the plan."""
+"""Time of the needles of a format relative to full precision's, at most, for the plan."""
 MOST_SHARE = 0.25
 """At most this share of the question's minutes goes to needles."""
 STREAM_WINDOWS = 64
 
 
-def needle_seconds(choosing: Chooser, formats: int) -> float:
-    """What full precision and so many formats would take for all depths; 0: no needles are asked for."""
+def find_full_needles(choosing: Chooser, say: Say) -> None:
+    """Measure full precision's needles before the race, and so how long those of the choices will take.
+
+    There will be none where a choice's would take too large a share of the time, or where full precision finds so few
+    that a format's count says nothing.
+    """
+    limit = 60 * MOST_SHARE * choosing.question.minutes
     windows = len(DEPTHS) * choosing.needle_tokens / choosing.window
-    seconds = (1 + COST * formats) * windows * choosing.window_seconds
-    return seconds if seconds <= 60 * MOST_SHARE * choosing.question.minutes else 0.0
-
-
-def find_needles(choosing: Chooser, chosen: Sequence[Format], say: Callable[[str], None]) -> None:
-    """Set `needles_found` of full precision and of each chosen format: how many it finds, of one a depth."""
-    if not chosen or not needle_seconds(choosing, len(chosen)):
+    if not windows or windows * choosing.window_seconds > limit:
         return
-    for one in (None, *chosen):
-        words = needle_words(choosing, one.words if one is not None else ("method=fp16",))
-        try:
-            late = time.monotonic() + needle_seconds(choosing, 1) > choosing.ends
-            if late and Prepared(composed(words)).state.name != "done":
-                say("time is over for needles")
-                return
-            accuracy = run(composed(words), lambda given=words: given).metrics.get("accuracy")  # type: ignore[misc]
-        except KvqError as error:  # a text or a model in which no needle can be hidden
-            choosing.warnings.append(f"no needles: {error}")
-            choosing.needle_tokens = 0
-            say(choosing.warnings[-1])
+    record = _run_needles(choosing, ("method=fp16",), say)
+    if record is not None:
+        choosing.needles_found = _count_found(record)
+        seconds = COST * record.provenance.wall_seconds["measure"]
+        if choosing.needles_found > len(DEPTHS) // 2 and MOST * seconds <= limit:
+            choosing.needle_seconds = seconds
+
+
+def find_needles(choosing: Chooser, chosen: Sequence[Format], say: Say) -> None:
+    """Set `needles_found` of each chosen format: how many it finds, of one a depth."""
+    if choosing.needle_seconds is None:
+        return
+    for one in chosen:
+        late = time.monotonic() + choosing.needle_seconds > choosing.ends
+        if late and Prepared(composed(needle_words(choosing, one.words))).state.name != "done":
+            say("time is over for needles")
             return
-        found = None if accuracy is None else round(accuracy * len(DEPTHS))
-        if one is None:
-            choosing.needles_found = found
-        else:
-            one.needles_found = found
+        record = _run_needles(choosing, one.words, say)
+        if record is None:
+            return
+        one.needles_found = _count_found(record)
+
+
+def _run_needles(choosing: Chooser, words: Sequence[str], say: Say) -> Record | None:
+    """The record of the needles of a format; None: no needle can be hidden, which is said."""
+    given = needle_words(choosing, words)
+    try:
+        record = run(composed(given), lambda: given)
+        if record.status == "done":
+            return record
+        reason = record.reason or record.status
+    except KvqError as error:
+        reason = str(error)
+    choosing.warnings.append(f"no needles: {reason}")
+    choosing.needle_tokens, choosing.needle_seconds = 0, None
+    say(choosing.warnings[-1])
+    return None
+
+
+def _count_found(record: Record) -> int:
+    return round(record.metrics["accuracy"] * len(DEPTHS))
 
 
 def needle_words(choosing: Chooser, words: Sequence[str]) -> list[str]:
@@ -81,6 +105,7 @@ def needles_note(choosing: Chooser) -> str | None:
     full = choosing.needles_found
     if full is not None and full <= len(DEPTHS) // 2:
         return f"needles: full precision itself finds {full} of {len(DEPTHS)} in {choosing.needle_tokens:,} tokens"
-    if full is None and choosing.needle_tokens and choosing.state.rounds:
+    untold = all(one.needles_found is None for one in choosing.formats)
+    if untold and choosing.needle_tokens and choosing.state.rounds:
         return "needles: no time for them; give more minutes, or needles=TOKENS for shorter prompts"
     return None
