@@ -328,6 +328,9 @@ class Chooser:
             runners = [one for at, one in enumerate(self.formats) if at in self.state.left and one.stopped is None]
             if len(runners) < 2 or (number > 1 and not self.open_pairs()):
                 return
+            if number > 1 and not self._has_time(runners, number):
+                say(f"no time is left for round {number}")
+                return
             for one in runners:
                 if not self._measure_round(one, number, say):
                     say(f"time is over in round {number}")
@@ -339,13 +342,18 @@ class Chooser:
         stopped = {at for at, one in enumerate(self.formats) if one.stopped is not None}
         return [pair for pair in self.state.undecided if not stopped & set(pair)]
 
+    def _has_time(self, formats: Sequence[Format], number: int) -> bool:
+        """Whether a round of some formats ends before the time of the needles, by what a window took them so far."""
+        known = [one.seconds for one in self.formats if one.seconds is not None]
+        usual = float(np.median(known)) if known else self.window_seconds * MARGIN
+        configs = (composed(self._overrides(one.words, number)) for one in formats)
+        new = [one for one, config in zip(formats, configs, strict=True) if Prepared(config).state.name != "done"]
+        seconds = self.sizes[number - 1] * (self.window_seconds + sum(one.seconds or usual for one in new))
+        return not new or time.monotonic() + seconds <= self.ends - MOST * (self.needle_seconds or 0)
+
     def _measure_round(self, one: Format, number: int, say: Say) -> bool:
         """Measure a format in a round; false: it would take longer than there is time."""
-        words = self._overrides(one.words, number)
-        known = [seconds for other in self.formats if (seconds := one.seconds or other.seconds) is not None]
-        seconds = (float(np.median(known)) if known else self.window_seconds * MARGIN) * self.sizes[number - 1]
-        late = time.monotonic() + seconds > self.ends - MOST * (self.needle_seconds or 0)
-        if late and Prepared(composed(words)).state.name != "done":
+        if number == 1 and not self._has_time([one], number):
             return False
         try:
             record, own = self._run_round(one.words, number)
