@@ -19,15 +19,14 @@ from kvq.config.limits import EMBEDDED
 from kvq.errors import ConfigError, RecordError, printable
 from kvq.methods.build import method_of
 from kvq.models.shapes import CacheShape, cache_shape
-from kvq.report.comparisons import Comparisons, Verdicts, samples_of, unbeaten
+from kvq.report.comparisons import Comparisons, Verdicts, read_records, samples_of, unbeaten
 from kvq.report.labels import BY_ENGINE
-from kvq.report.tables.build import build_tables
 from kvq.report.tables.layout import Row
 from kvq.results import Record, Store
 from kvq.results.presets import model_path, part_of
 from kvq.results.statistics import fewest_to_differ
 from kvq.tasks.memory import check_shapes_suffice, rows_of
-from kvq_lab.leaderboard import is_decoding_table
+from kvq_lab.leaderboard import decoding_tables
 from kvq_lab.words import parse_number, parse_words, run_command
 
 MOST = 3
@@ -194,7 +193,7 @@ class Advisor:
             ranks = (model == self.model.name, name_prefix(model) == name_prefix(self.model.name), _is_real(rows))
             return ranks.index(True) if any(ranks) else len(ranks), -len(rows)
 
-        tables = [table.rows for table in build_tables(self.store).tables if is_decoding_table(table)]
+        tables = [table.rows for table in decoding_tables(self.store, read_records(self.store)[0])]
         found = [own for rows in tables if (own := [row for row in rows if self._is_candidate(row)])]
         if not found:
             engine = self.question.engine

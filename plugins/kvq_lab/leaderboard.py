@@ -72,12 +72,12 @@ def budget_of(bits: float) -> float | None:
 def list_entries(store: Store) -> list[Entry]:
     """The leaderboard's entries of a store, sorted by model, budget and loss."""
     tables: dict[str, Table] = {}
-    scanned = read_records(store)
-    for table in filter(is_decoding_table, build_tables(store, scanned=scanned).tables):
+    records, _ = read_records(store)
+    for table in decoding_tables(store, records):
         model = table.rows[0].record.model
         if model not in tables or len(_rows_to_list(table)) > len(_rows_to_list(tables[model])):
             tables[model] = table
-    others = _OtherRuns(scanned[0])
+    others = _OtherRuns(records)
     found = [
         _entry(row, budget, others)
         for table in tables.values()
@@ -161,10 +161,10 @@ def _bytes_at_context(metrics: Mapping[str, float]) -> float | None:
     return CONTEXT * per_token * metrics["bits_per_element"] + metrics.get("calibration_bytes", 0.0)
 
 
-def is_decoding_table(table: Table) -> bool:
-    """Whether the runs of a table are of perplexity scored as in generation."""
-    settings: Mapping[str, object] = table.rows[0].record.config.get("task", {})
-    return table.rows[0].record.task == "ppl" and settings.get("scoring") == "generation"
+def decoding_tables(store: Store, records: Sequence[Record]) -> tuple[Table, ...]:
+    """The tables of perplexity scored as in generation, of the records of a store."""
+    scored = [one for one in records if one.task == "ppl" and one.config["task"].get("scoring") == "generation"]
+    return build_tables(store, scanned=(scored, [])).tables
 
 
 def render_page(found: Sequence[Entry]) -> str:
