@@ -61,8 +61,8 @@ def one_line(error: BaseException, most: int | None = None) -> str:
 
 
 def reason_of(error: Exception) -> str:
-    """Why a file cannot be used: what the system says of it, else the error's own words."""
-    return (error.strerror if isinstance(error, OSError) else None) or str(error)
+    """Why a file cannot be used, in one line: what the system says, without the path, else the error's own words."""
+    return (error.strerror if isinstance(error, OSError) else None) or one_line(error)
 
 
 def check_choice(setting: str, value: str, options: Iterable[str]) -> None:

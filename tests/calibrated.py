@@ -22,6 +22,7 @@ from kvq.codecs import (
     rope_table,
 )
 from kvq.methods.build import build_method
+from kvq.methods.kept_keys import KeptKeys
 from kvq.methods.method import Method
 
 
@@ -81,6 +82,11 @@ def bound(method: Method, x: Tensor, layers: int) -> Method:
     every = torch.cat([x.roll(layer, 2) for layer in range(layers)], 1)
     own = {side: fitted(codec, every if codec.joins_layers else x) for side, codec in codecs.items()}
     return dataclasses.replace(method, bound={side: [codec] * layers for side, codec in own.items()})
+
+
+def keeping(method: Method, policy: KeptKeys) -> Method:
+    """The method with this policy of kept keys, in the place of its own."""
+    return dataclasses.replace(method, policies=(*method.without("kept_keys").policies, policy))
 
 
 def sides(method: Method) -> dict[str, Codec | None]:

@@ -21,11 +21,11 @@ from kvq.cache.hooks import layer_of
 from kvq.cache.layer import Layer
 from kvq.cache.rotary import RopeTable
 from kvq.cache.serialize import Reader, Writer
-from kvq.errors import DataError, RecordError
+from kvq.errors import DataError, RecordError, reason_of
 from kvq.models.layers import head_dims_of, kv_layers_of
 from kvq.models.placing import base_of, device_of
 from kvq.models.weights import weights_name
-from kvq.results.files import cause, write_file
+from kvq.results.files import write_file
 from kvq.results.tensor_files import dump, read_header, read_tensors
 from kvq.results.versions import declared, versions_of_method
 
@@ -80,7 +80,7 @@ def write(
     try:
         write_file(path, dump(out.tensors, header))
     except OSError as error:
-        raise RecordError(f"{_WHAT} {path}: cannot be written: {cause(error)}") from error
+        raise RecordError(f"{_WHAT} {path}: cannot be written: {reason_of(error)}") from error
 
 
 def _digest(tree: Any) -> str:

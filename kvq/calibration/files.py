@@ -28,10 +28,10 @@ from kvq.codecs.quantizers import under
 from kvq.codecs.second_moments import FOLDED
 from kvq.config import plugins
 from kvq.config.identity import canonical
-from kvq.errors import DataError, RecordError, Unsupported
+from kvq.errors import DataError, RecordError, Unsupported, reason_of
 from kvq.methods.method import Method
 from kvq.models.inputs import Inputs
-from kvq.results.files import cause, write_file
+from kvq.results.files import write_file
 from kvq.results.tensor_files import dump, read_tensors
 from kvq.results.versions import versions_of_parts
 
@@ -194,7 +194,7 @@ def _writing(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise RecordError(f"results_dir: cannot write under '{path.parent}': {cause(error)}") from error
+        raise RecordError(f"results_dir: cannot write under '{path.parent}': {reason_of(error)}") from error
 
 
 @contextlib.contextmanager

@@ -113,11 +113,6 @@ class Method:
         found: MergedRotation | None = self.policy("merge_rotation")
         return found
 
-    def with_policies(self, *policies: Policy) -> Method:
-        """The method with these policies, in the place of its own of the same names."""
-        others = self.without(*(policy.setting for policy in policies)).policies
-        return replace(self, policies=(*others, *policies))
-
     def without(self, *settings: str) -> Method:
         """The method without the policies of these names."""
         return replace(self, policies=tuple(one for one in self.policies if one.setting not in settings))

@@ -10,8 +10,8 @@ from pathlib import Path
 
 from kvq.config import plugins
 from kvq.config.composing import unchanged_files
-from kvq.errors import KvqError, RecordError, check_path, printable
-from kvq.results.files import cause, write_file
+from kvq.errors import KvqError, RecordError, check_path, printable, reason_of
+from kvq.results.files import write_file
 from kvq.results.store import Broken, Store
 
 
@@ -63,7 +63,7 @@ def write_files(what: str, folder: Path, files: Mapping[str, str | bytes]) -> li
         for name, content in files.items():
             write_file(folder / name, content.encode() if isinstance(content, str) else content, durable=False)
     except OSError as error:
-        raise RecordError(f"{what}: cannot write under '{folder}': {cause(error)}") from error
+        raise RecordError(f"{what}: cannot write under '{folder}': {reason_of(error)}") from error
     return [folder / name for name in files]
 
 

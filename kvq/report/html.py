@@ -26,14 +26,14 @@ from typing import Any, NamedTuple
 from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
-from kvq.errors import RecordError, printable
+from kvq.errors import RecordError, printable, reason_of
 from kvq.report import command
 from kvq.report.labels import main_model, model_name
 from kvq.report.payload import payload, script_json, shown
 from kvq.report.tables.build import build_tables
 from kvq.report.tables.layout import Table, Tables
 from kvq.results import Record, Store
-from kvq.results.files import cause, write_file
+from kvq.results.files import write_file
 from kvq.results.noise import FRONTIER_RULE, NOISE_RULE
 
 _SCRIPTS = ("core.js", "facets.js", "runs.js", "plot.js", "detail.js", "main.js")
@@ -87,7 +87,7 @@ def write_report(store: Store, out: Path, *, tables: Tables | None = None, figur
         content = render(tables, embed(drawn), warnings).encode("utf-8")
         write_file(out, content, durable=False)
     except OSError as error:
-        raise RecordError(f"report: cannot write '{out}': {cause(error)}") from error
+        raise RecordError(f"report: cannot write '{out}': {reason_of(error)}") from error
     return Written(out, sum(len(table.rows) for table in tables.tables), len(content), tuple(warnings))
 
 

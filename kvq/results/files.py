@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from kvq.errors import RecordError
+from kvq.errors import RecordError, reason_of
 from kvq.results.record import Record
 
 TEMPORARY = ".tmp"
@@ -60,11 +60,6 @@ def write_file(path: Path, content: bytes, durable: bool = True) -> None:
         raise
     if durable:
         sync_folder(path.parent)
-
-
-def cause(error: Exception) -> str:
-    """The system's reason in one line, without the path that the operating system's message includes."""
-    return (error.strerror if isinstance(error, OSError) else None) or " ".join(str(error).split())
 
 
 RECORD, SAMPLES, PACK = ".json", ".samples.jsonl", "samples.zip"
@@ -184,7 +179,7 @@ class Journal:
         try:
             lines = path.read_bytes().splitlines(keepends=True)
         except OSError as error:
-            raise RecordError(f"journal {path}: cannot be read: {cause(error)}") from error
+            raise RecordError(f"journal {path}: cannot be read: {reason_of(error)}") from error
         rows: list[dict[str, Any]] = []
         for line in lines:
             try:
@@ -205,7 +200,7 @@ class Journal:
             try:
                 self._append(self.path, new)
             except (OSError, TypeError, ValueError) as error:
-                raise RecordError(f"journal {self.path}: cannot write: {cause(error)}") from error
+                raise RecordError(f"journal {self.path}: cannot write: {reason_of(error)}") from error
         self.rows |= new
 
     def _append(self, path: Path, rows: Mapping[str, Mapping[str, Any]]) -> None:

@@ -17,13 +17,12 @@ from typing import Any, NamedTuple
 
 from filelock import FileLock, Timeout
 
-from kvq.errors import RecordError
+from kvq.errors import RecordError, reason_of
 from kvq.results.files import (
     DIGITS,
     PACK,
     RECORD,
     TEMPORARY,
-    cause,
     list_records,
     loose_samples,
     pack_samples,
@@ -112,7 +111,7 @@ class Store:
         try:
             return list_records(self.runs)
         except OSError as error:
-            raise RecordError(f"results_dir: cannot read '{self.runs}': {cause(error)}") from error
+            raise RecordError(f"results_dir: cannot read '{self.runs}': {reason_of(error)}") from error
 
     def state(self, key: str) -> State:
         """What is on disk under a key; a record that cannot be read is `pending`, and says why."""
@@ -176,7 +175,7 @@ class Store:
             _check_samples(rows)
             return self._rows.setdefault(record.samples_sha256, rows)
         except (OSError, ValueError, RecursionError) as error:
-            raise RecordError(f"cannot read samples {path}: {cause(error)}") from error
+            raise RecordError(f"cannot read samples {path}: {reason_of(error)}") from error
 
     def put(self, record: Record, samples: Iterable[Mapping[str, Any]] = ()) -> Record:
         """Store a record and its samples, replacing what was there under its key, and return it as stored.
@@ -228,7 +227,7 @@ class Store:
                 try:
                     moved += pack_samples(folder)
                 except OSError as error:
-                    raise RecordError(f"cannot pack {folder / PACK}: {cause(error)}") from error
+                    raise RecordError(f"cannot pack {folder / PACK}: {reason_of(error)}") from error
         return moved
 
     @contextlib.contextmanager
@@ -274,7 +273,7 @@ class Store:
             raise self._cannot_write(error) from error
 
     def _cannot_write(self, error: Exception) -> RecordError:
-        return RecordError(f"results_dir: cannot write under '{self.runs}': {cause(error)}")
+        return RecordError(f"results_dir: cannot write under '{self.runs}': {reason_of(error)}")
 
 
 def _checked(key: str) -> str:
@@ -295,7 +294,7 @@ def _read(path: Path) -> Record:
             raise RecordError("a link to nothing") from None
         raise
     except OSError as error:
-        raise RecordError(f"cannot be read: {cause(error)}") from error
+        raise RecordError(f"cannot be read: {reason_of(error)}") from error
     if not path.name.endswith(record.key[:DIGITS] + RECORD):
         raise RecordError(f"its key is {record.key[:12]}..., and its file name does not end in {record.key[:DIGITS]}")
     return record

@@ -17,7 +17,7 @@ from kvq.methods.method import Method
 from kvq.methods.transformers_caches import installed
 from kvq.models import LoadedModel
 from tests.cache.states import nearest_bits
-from tests.calibrated import bound, random_states
+from tests.calibrated import bound, keeping, random_states
 from tests.presets import NAMES
 from tests.random_models import VOCABULARY, in_double_precision, llama
 
@@ -40,7 +40,7 @@ def built(given: str, layers: int | None = None) -> Method:
     if method.is_calibrated:
         method = bound(method, random_states(2, 128), layers or layers_for(name))
     if (kept := method.policy("kept_keys")) is not None:
-        method = method.with_policies(KeptKeys((), kept.layers, (3, 17, 40)))
+        method = keeping(method, KeptKeys((), kept.layers, (3, 17, 40)))
     return method
 
 

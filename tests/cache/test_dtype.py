@@ -26,6 +26,7 @@ from kvq.methods.method import Method
 from kvq.models import LoadedModel
 from kvq.tasks.scoring import parallel_method, scoring_bounds
 from tests.cache.states import nearest_bits
+from tests.calibrated import keeping
 from tests.random_models import llama, token_ids
 from tests.tasks.test_scoring import chunked, token_by_token
 
@@ -38,7 +39,7 @@ def method(given: str, size: int = 8, dim: int = 128) -> Method:
     name, *more = given.split()
     if name == "cq/kept_comma":
         found = build_method("kivi", bits=2, head_dim=dim, overrides=[f"residual.size={size}"])
-        return found.with_policies(KeptKeys((), (0,), (3, 17, 40)))
+        return keeping(found, KeptKeys((), (0,), (3, 17, 40)))
     overrides = [f"residual.size={size}", *(override.removeprefix("method.") for override in more)]
     return build_method(name, bits=nearest_bits(name), head_dim=dim, overrides=overrides)
 

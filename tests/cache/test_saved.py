@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from kvq.config.method import BITS
 from kvq.errors import DataError, Unsupported
 from kvq.methods.method import Method
 from tests.cache.states import nearest_bits
-from tests.calibrated import bound, random_states
+from tests.calibrated import bound, keeping, random_states
 from tests.golden.methods import METHODS, fitting, missing
 from tests.presets import one_of_each
 from tests.random_models import llama, token_ids
@@ -47,9 +48,7 @@ def method_of(name: str, *overrides: str) -> tuple[Any, Method]:
 
 
 def kept(method: Method) -> Method:
-    import dataclasses
-
-    return method.with_policies(dataclasses.replace(method.policy("kept_keys"), ids=(3, 7)))
+    return keeping(method, dataclasses.replace(method.policy("kept_keys"), ids=(3, 7)))
 
 
 @torch.no_grad()

@@ -21,6 +21,7 @@ from kvq.models import LoadedModel
 from kvq.models.weights import weights_name
 from kvq.results.versions import versions_of
 from tests.cache.states import nearest_bits
+from tests.calibrated import keeping
 from tests.golden.held import AMPLIFYING, LAYERS, SIDES, Golden
 from tests.presets import NAMES
 from tests.random_models import llama, token_ids
@@ -100,7 +101,7 @@ def fitting(name: str) -> list[str]:
 
 def _ready(method: Method, loaded: LoadedModel, settings: CalibrationConfig) -> Method:
     if (kept := method.policy("kept_keys")) is not None:
-        method = method.with_policies(dataclasses.replace(kept, ids=(3, 7)))
+        method = keeping(method, dataclasses.replace(kept, ids=(3, 7)))
     if not method.is_calibrated:
         return method
     short = dataclasses.replace(settings, samples=4, length=256, tokens=None)

@@ -13,6 +13,7 @@ from kvq.methods.build import build_method
 from kvq.methods.kept_keys import KeptKeys, KeptSide
 from kvq.methods.method import Method
 from kvq.models import load_tokenizer
+from tests import calibrated
 from tests.calibrated import bound, random_states
 from tests.random_models import random_llama, token_ids
 
@@ -22,7 +23,7 @@ IDS = (3, 17, 40, 41, 42)
 def keeping(name: str, *overrides: str, layers: tuple[int, ...] = (0,)) -> Method:
     method = build_method(name, bits=2, head_dim=32, overrides=["residual.size=16", *overrides])
     method = bound(method, random_states(2, 32), 2) if method.is_calibrated else method
-    return method.with_policies(KeptKeys((), layers, IDS))
+    return calibrated.keeping(method, KeptKeys((), layers, IDS))
 
 
 @torch.no_grad()
@@ -67,7 +68,7 @@ def test_without_ids_it_refuses():
     with pytest.raises(Unsupported, match=r"layer 0 keys: method.kept_keys chooses tokens by input_ids"):
         loaded.model(inputs_embeds=torch.randn(1, 4, 128), past_key_values=cache, use_cache=True)
     with pytest.raises(ConfigError, match="bind_kept_keys"):
-        KVCache(loaded.model, keeping("kivi").with_policies(KeptKeys((",",), (0,))))
+        KVCache(loaded.model, calibrated.keeping(keeping("kivi"), KeptKeys((",",), (0,))))
     with pytest.raises(Unsupported, match="kept_keys of kivi keeps"):
         KVCache(loaded.model, keeping("kivi"), attention="packed")
 

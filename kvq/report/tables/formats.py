@@ -12,12 +12,11 @@ from pathlib import Path
 
 import yaml
 
-from kvq.errors import RecordError, printable
+from kvq.errors import RecordError, printable, reason_of
 from kvq.report.command import no_records, write_files
 from kvq.report.tables.build import build_tables
 from kvq.report.tables.layout import LISTED, Sheet, Table, Tables, is_of_diagnostics, is_of_items, is_of_texts
 from kvq.results import Record, Store
-from kvq.results.files import cause
 
 PACKAGES = ("array", "booktabs", "longtable", "pdflscape", "textcomp")
 PREAMBLE = "% needs " + "".join(f"\\usepackage{{{name}}}" for name in PACKAGES)
@@ -180,7 +179,7 @@ def write_tables(
             if f"{slug}.{kind}" not in files:
                 (folder / f"{slug}.{kind}").unlink(missing_ok=True)
     except OSError as error:
-        raise RecordError(f"tables: cannot write under '{folder}': {cause(error)}") from error
+        raise RecordError(f"tables: cannot write under '{folder}': {reason_of(error)}") from error
     return paths
 
 

@@ -17,9 +17,8 @@ from typing import Any, NamedTuple
 
 import scipy  # `scipy.stats` loads when it is first asked for
 
-from kvq.errors import RecordError
+from kvq.errors import RecordError, reason_of
 from kvq.results import Record
-from kvq.results.files import cause
 from kvq.results.statistics import spearman
 
 FILE = "paper_results.csv"
@@ -86,7 +85,7 @@ def read_reference(path: Path | None = None) -> Reference:
                 raise RecordError(f"{path.name}: lacks the columns {', '.join(sorted(missing))}")
             lines = [(reader.line_num, [line[name] for name in Published._fields]) for line in reader]
     except OSError as error:
-        raise RecordError(f"published figures: cannot read '{path}': {cause(error)}") from error
+        raise RecordError(f"published figures: cannot read '{path}': {reason_of(error)}") from error
     rows = []
     for number, (*about, value, note) in lines:
         try:
