@@ -34,7 +34,7 @@ ALLOWED = {
     "__main__": {"entry"},
     "config": set(),
     "results": {"config"},
-    "codecs": set(),
+    "codecs": {"config"},
     "kernels": KERNELS,
     "diagnostics": CODECS,
     "data": {"config"},

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+from kvq_kernels.trellis_cpu import searcher
 from numpy.typing import NDArray
 from safetensors.numpy import load_file, save
 from scipy import special
@@ -28,7 +29,6 @@ from scipy import special
 from kvq.codecs.lloyd_max import optimal_levels
 from kvq.codecs.trellis import FILE, MOST_MEMORY, WIDEST, books_name
 from kvq.codecs.trellis import LEAST_MEMORY as LEAST
-from kvq.codecs.trellis_loops import searcher
 
 Array = NDArray[np.float64]
 TESTED = (2048, 256)

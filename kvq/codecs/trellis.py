@@ -13,15 +13,13 @@ Source: trellis-coded quantization, Marcellin and Fischer 1990; the bit-shift tr
 from __future__ import annotations
 
 import functools
-import importlib.util
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import ClassVar
+from typing import ClassVar, Protocol
 
-import numpy as np
 import torch
 from jaxtyping import Float, Int, Integer, UInt8
 from safetensors.torch import load_file
@@ -99,24 +97,15 @@ def values_of(
     lengths: Sequence[int],
     books: Float[Tensor, "widths entries"],
 ) -> Float[Tensor, "*lead fields"]:
-    """`levels_of` what `read` finds, in the dtype of `books`; for fp32 in one pass, compiled for the device."""
-    if not compiled(strings.device.type) or books.dtype is not torch.float32:
+    """`levels_of` what `read` finds, in the dtype of `books`; for fp32 in one pass where loops are compiled."""
+    loops = loops_for(strings.device.type) if books.dtype is torch.float32 else None
+    if loops is None:
         return levels_of(read(strings, layout, lengths), layout.widths, books)
-    fields = len(layout.widths)
     first, book = entries_of(layout, books)
     padded = torch.nn.functional.pad(strings.reshape(strings.shape[:-1].numel(), strings.shape[-1]), (FRONT, BACK))
-    where = places(layout, tuple(lengths))
-    if strings.device.type == "cuda":
-        from kvq.codecs import trellis_gpu
-
-        own = tuple(part.to(strings.device) for part in where)
-        found = trellis_gpu.values_of(padded, own, first.to(strings.device), book)
-        return found.view(*strings.shape[:-1], fields)
-    from kvq.codecs.trellis_loops import reader
-
-    out = torch.empty(*strings.shape[:-1], fields)
-    reader()(padded.numpy(), *(part.numpy() for part in (*where, first, book, out.view(-1, fields))))
-    return out
+    starts, shifts, masks = (part.to(strings.device) for part in places(layout, tuple(lengths)))
+    found = loops.values_of(padded, starts, shifts, masks, first.to(strings.device), book)
+    return found.view(*strings.shape[:-1], len(layout.widths))
 
 
 def entries_of(
@@ -149,9 +138,32 @@ class LongTrellis:
 
 
 _TOGETHER = 2**24
-"""Costs that are in memory at once where nothing is compiled."""
-_GPU = 32
-"""So many times as many predecessors, in bytes, are in memory at once on a GPU."""
+"""Costs that are in memory at once."""
+
+
+class Loops(Protocol):
+    """What a plugin compiles of this module, for the extension point `trellis`; results are the same bit for bit."""
+
+    def codes_of(self, x: Tensor, widths: tuple[int, ...], weights: Tensor, books: Tensor) -> Tensor:
+        """The codes `[rows, components]` in uint8 that `search` finds; in fp32."""
+
+    def values_of(
+        self, strings: Tensor, starts: Tensor, shifts: Tensor, masks: Tensor, entries: Tensor, books: Tensor
+    ) -> Tensor:
+        """Values `[rows, fields]` of strings `[rows, bytes]` with zeros around each; in fp32.
+
+        Field i is the bits `shifts[i]` of the three bytes from `starts[i]` on, by its mask; its value is that many
+        entries of `books` (flat) behind `entries[i]`.
+        """
+
+
+@functools.cache
+def loops_for(device: str) -> Loops | None:
+    """A plugin's compiled loops for a type of device; None: what is here runs in torch, ten to thirty times slower."""
+    from kvq.config.plugins import import_modules
+
+    found = (module.trellis_loops(device) for module in import_modules("trellis"))
+    return next((loops for loops in found if loops is not None), None)
 
 
 def books_name(memory: int, width: int) -> str:
@@ -176,16 +188,6 @@ def errors(memory: int) -> tuple[float, ...]:
     return tuple(_file()[f"{memory}.errors"][: min(memory, WIDEST)].tolist())
 
 
-@functools.cache
-def compiled(device: str = "cpu") -> bool:
-    """Whether what compiles the loops for a device is installed: numba (the extra `cpu`), on `cuda` Triton (`triton`).
-
-    Without it the same loops run in torch, several times slower.
-    """
-    needed = {"cpu": "numba", "cuda": "triton"}.get(device)
-    return needed is not None and importlib.util.find_spec(needed) is not None
-
-
 def encode(
     x: Float[Tensor, "rows components"], weights: Float[Tensor, " components"], layout: Layout, memory: int
 ) -> UInt8[Tensor, "rows nbytes"]:
@@ -193,51 +195,51 @@ def encode(
 
     In fp32, token by token: a row's bits do not depend on the others.
     """
-    x, weights = x.float(), weights.float()
-    table = books(memory, torch.float32, x.device)
-    if compiled(x.device.type) and x.device.type == "cuda":
-        from kvq.codecs import trellis_gpu
-
-        fields = torch.tensor(layout.widths, dtype=torch.uint8, device=x.device)
-        rows = max(1, _TOGETHER * _GPU // (2**memory * max(1, x.shape[1])))
-        found = [trellis_gpu.codes_of(piece.contiguous(), fields, weights, table) for piece in x.split(rows)]
-        return write(torch.cat(found), layout)
-    if compiled(x.device.type):
-        from kvq.codecs.trellis_loops import searcher, writer
-
-        widths = np.array(layout.widths, np.uint8)
-        codes = np.zeros(x.shape, np.uint8)
-        searcher(memory)(x.contiguous().numpy(), widths, weights.contiguous().numpy(), table.numpy(), codes)
-        strings = np.zeros((len(x), layout.nbytes), np.uint8)
-        writer()(codes, widths, strings)
-        return torch.from_numpy(strings)
-    rows = max(1, _TOGETHER // (2**memory * max(1, x.shape[1])))
-    return torch.cat([write(_search(piece, weights, layout, memory), layout) for piece in x.split(rows)])
+    loops = loops_for(x.device.type)
+    search = _search if loops is None else loops.codes_of
+    return write(search(x.float(), layout.widths, weights.float(), books(memory, torch.float32, x.device)), layout)
 
 
 def _search(
-    x: Float[Tensor, "rows components"], weights: Float[Tensor, " components"], layout: Layout, memory: int
-) -> Int[Tensor, "rows components"]:
-    """Viterbi's search in torch: the codes."""
-    table = books(memory, torch.float32, x.device)
-    cost = torch.full((len(x), 2**memory), torch.inf, device=x.device)
-    cost[:, 0] = 0
+    x: Float[Tensor, "rows components"],
+    widths: Sequence[int],
+    weights: Float[Tensor, " components"],
+    books: Float[Tensor, "widths states"],
+) -> UInt8[Tensor, "rows components"]:
+    """Viterbi's search in torch: the codes. Costs are `[states, rows]`, so that operations run along memory."""
+    states = books.shape[1]
+    rows = max(1, _TOGETHER // (states * max(1, len(widths))))
+    if len(x) > rows:
+        return torch.cat([_search(piece, widths, weights, books) for piece in x.split(rows)])
+    cost = torch.full((states, len(x)), torch.inf, device=x.device)
+    cost[0] = 0
     back: list[Tensor] = []
-    for place, width in enumerate(layout.widths):
+    for column, width, weight in zip(x.T.contiguous(), widths, weights, strict=True):
         if width:
-            ways = cost.view(len(x), 2**width, -1)
-            least = ways.amin(1)
-            back.append(ways.argmin(1).to(torch.uint8))  # of equal ones, the first
-            error = x[:, place, None] - table[width - 1]
-            cost = error * error * weights[place] + least.repeat_interleave(2**width, 1)
-    codes = torch.zeros(x.shape, dtype=torch.long, device=x.device)
-    state = cost.argmin(1)
-    for place in reversed(range(len(layout.widths))):
-        if width := layout.widths[place]:
+            least, number = _first_least(cost.view(2**width, -1, len(x)))
+            back.append(number)
+            error = column - books[width - 1, :, None]
+            cost = ((error * error * weight).view(-1, 2**width, len(x)) + least[:, None]).view(cost.shape)
+    codes = torch.zeros(x.shape, dtype=torch.uint8, device=x.device)
+    state = cost.argmin(0)
+    for place in reversed(range(len(widths))):
+        if width := widths[place]:
             codes[:, place] = state & (2**width - 1)
             prefix = state >> width
-            state = prefix | (back.pop().gather(1, prefix[:, None])[:, 0].long() << (memory - width))
+            state = prefix | (back.pop().gather(0, prefix[None])[0].long() << (states.bit_length() - 1 - width))
     return codes
+
+
+def _first_least(
+    costs: Float[Tensor, "ways prefixes rows"],
+) -> tuple[Float[Tensor, "prefixes rows"], UInt8[Tensor, "prefixes rows"]]:
+    """The least of the ways and the number of the first that has it, found by pairs, as `argmin` is slow."""
+    number = torch.arange(len(costs), dtype=torch.uint8, device=costs.device)[:, None, None].expand_as(costs)
+    while len(costs) > 1:
+        less = (costs[1::2] < costs[::2]).view(torch.uint8)  # `where` is slower
+        number = number[::2] + less * (number[1::2] - number[::2])
+        costs = torch.minimum(costs[1::2], costs[::2])
+    return costs[0], number[0]
 
 
 def decode(

@@ -2,4 +2,6 @@
 
 from kvq.config.plugins import Plugin
 
-PLUGIN = Plugin("kvq_kernels", has_versions=True, modules={"kernels": ["kvq_kernels.dispatch"]})
+PLUGIN = Plugin(
+    "kvq_kernels", has_versions=True, modules={"kernels": ["kvq_kernels.dispatch"], "trellis": ["kvq_kernels.dispatch"]}
+)

@@ -19,6 +19,7 @@ from torch import Tensor
 from kvq.codecs import Codec, Rope, VectorQuantizer
 from kvq.codecs.quantizers import Parts
 from kvq.codecs.torch_state import isolated
+from kvq.codecs.trellis import Loops
 from kvq.kernels import PackedStates
 from kvq_kernels.uniform_chain import ROWS, UniformChain, uniform_chain_of
 
@@ -40,6 +41,19 @@ def attention_for(
 
         if cpu.unfit_reason(keys) is None and cpu.unfit_reason(values) is None:
             return "cpu", cpu.attend
+    return None
+
+
+def trellis_loops(device: str) -> Loops | None:
+    """Loops of trellises for a type of device, where installed: numba's on a CPU, Triton's on `cuda`."""
+    if device == "cuda" and HAS_TRITON:
+        from kvq_kernels import encode_gpu
+
+        return encode_gpu
+    if device == "cpu" and HAS_NUMBA:
+        from kvq_kernels import trellis_cpu
+
+        return trellis_cpu
     return None
 
 

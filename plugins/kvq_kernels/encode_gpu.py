@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 import triton
-from jaxtyping import Float
+from jaxtyping import Float, Int, UInt8
 from torch import Tensor
 from torch.nn import functional
 
@@ -25,6 +25,10 @@ SHARED = 32 * 1024
 """Bytes of a rotation's rows that a program may keep in addition to its tokens."""
 VECTORS = 32
 """Vectors of 8 channels whose 256 scores a program holds in registers."""
+FIELDS = 256
+"""Fields of a string that a program reads."""
+BACK = 2**28
+"""Bytes of a trellis's predecessors that are in memory at once."""
 GAINS = {"none": 0, "l2": 1, "norm": 2, "parallel": 3, "unit": 4}
 
 
@@ -148,3 +152,41 @@ def _grid_kind(chain: UniformChain) -> int:
     if chain.quantizer.symmetric:
         return triton_loops.SYMMETRIC
     return getattr(triton_loops, chain.quantizer.zero_point.upper())
+
+
+def codes_of(
+    x: Float[Tensor, "rows components"],
+    widths: tuple[int, ...],
+    weights: Float[Tensor, " components"],
+    books: Float[Tensor, "widths states"],
+) -> UInt8[Tensor, "rows components"]:
+    """The codes of a trellis, as `kvq.codecs.trellis.Loops` has it, for as many rows at once as `BACK` allows."""
+    fields, states = torch.tensor(widths, dtype=torch.uint8, device=x.device), books.shape[1]
+    codes = torch.zeros(x.shape, dtype=torch.uint8, device=x.device)
+    rows = max(1, BACK // (states // 2 * max(1, x.shape[1])))
+    for own, found in zip(x.split(rows), codes.split(rows), strict=True):
+        if own.numel():
+            back = torch.empty(*own.shape, states // 2, dtype=torch.uint8, device=x.device)
+            triton_encode.search_trellis[(len(own),)](
+                own.contiguous(), fields, weights, books, back, found, x.shape[1], states.bit_length() - 1, len(books),
+                num_warps=max(1, min(8, states // 128)), enable_fp_fusion=False,
+            )  # fmt: skip
+    return codes
+
+
+def values_of(
+    strings: UInt8[Tensor, "rows bytes_around"],
+    starts: Int[Tensor, " fields"],
+    shifts: Int[Tensor, " fields"],
+    masks: Int[Tensor, " fields"],
+    entries: Int[Tensor, " fields"],
+    books: Float[Tensor, " entries_in_all"],
+) -> Float[Tensor, "rows fields"]:
+    """The values of strings, as `kvq.codecs.trellis.Loops` has it."""
+    rows, fields = len(strings), len(starts)
+    out = torch.empty(rows, fields, dtype=books.dtype, device=strings.device)
+    if rows and fields:
+        grid = (rows, triton.cdiv(fields, FIELDS))
+        places = (starts, shifts, masks, entries)
+        triton_encode.read_fields[grid](strings, *places, books, out, fields, strings.shape[1], FIELDS)
+    return out

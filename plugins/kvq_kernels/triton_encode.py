@@ -2,6 +2,8 @@
 
 States are read once if a group of tokens fits a tile; longer groups are read twice, for their ranges and for their
 codes. Divisions and roundings are IEEE operations, as in a codec. There is no autotuning; sizes are arguments.
+
+Trellises: strings are read in parallel, and Viterbi's search is a program for each row. Sums are rounded as in torch.
 """
 
 from __future__ import annotations
@@ -281,3 +283,61 @@ def search(vectors, columns, codes, signs, scores, count, signed: tl.constexpr, 
     tl.store(scores + rows, top, mask=inside)
     if signed:
         tl.store(signs + rows, negative.to(tl.uint8), mask=inside)
+
+
+@triton.jit
+@no_type_check
+def read_fields(strings, places, shifts, masks, entries, books, out, fields, nbytes, tile: tl.constexpr):
+    """Values of a tile of fields of one string, which has zeros around it; arguments as `kvq.codecs.trellis.Loops`."""
+    row = tl.program_id(0).to(tl.int64)
+    field = tl.program_id(1) * tile + tl.arange(0, tile)
+    inside = field < fields
+    at = strings + row * nbytes + tl.load(places + field, mask=inside, other=0)
+    word = tl.zeros((tile,), tl.int32)
+    for offset in tl.static_range(3):
+        word = (word << 8) | tl.load(at + offset, mask=inside, other=0).to(tl.int32)
+    number = (word >> tl.load(shifts + field, mask=inside, other=0)) & tl.load(masks + field, mask=inside, other=0)
+    value = tl.load(books + tl.load(entries + field, mask=inside, other=0) + number, mask=inside, other=0.0)
+    tl.store(out + row * fields + field, value, mask=inside)
+
+
+@triton.jit
+@no_type_check
+def _step(cost, value, weight, books, back, states: tl.constexpr, width: tl.constexpr):
+    """Costs of all states after a component of `width` bits; which predecessor each prefix has goes to `back`."""
+    choices: tl.constexpr = 1 << width
+    prefixes: tl.constexpr = states >> width
+    best, least = tl.min(tl.reshape(cost, (choices, prefixes)), 0, return_indices=True)
+    tl.store(back + tl.arange(0, prefixes), least.to(tl.uint8))
+    error = value - tl.load(books + (width - 1) * states + tl.arange(0, states))
+    spread = tl.reshape(tl.broadcast_to(tl.expand_dims(best, 1), (prefixes, choices)), (states,))
+    return error * error * weight + spread
+
+
+@triton.jit
+@no_type_check
+def search_trellis(x, widths, weights, books, back, codes, fields, memory: tl.constexpr, widest: tl.constexpr):
+    """Codes of least weighted error of one row `[fields]`, of equal ones those of the lowest earlier states.
+
+    `books` `[widths, 2^memory]`; `back` `[rows, fields, 2^(memory - 1)]`: room for the predecessors; `codes` `[rows,
+    fields]`, zeros.
+    """
+    states: tl.constexpr = 1 << memory
+    row = tl.program_id(0).to(tl.int64)
+    back += row * fields * (states // 2)
+    cost = tl.where(tl.arange(0, states) == 0, 0.0, float("inf"))
+    for i in range(fields):
+        width = tl.load(widths + i)
+        value, weight, own = tl.load(x + row * fields + i), tl.load(weights + i), back + i * (states // 2)
+        for one in tl.static_range(1, widest + 1):
+            if width == one:
+                cost = _step(cost, value, weight, books, own, states, one)
+    state = tl.argmin(cost, 0).to(tl.int32)
+    tl.debug_barrier()  # what other threads of the program have written is read from here on
+    for step in range(fields):
+        i = fields - 1 - step
+        width = tl.load(widths + i).to(tl.int32)
+        if width > 0:
+            tl.store(codes + row * fields + i, (state & ((1 << width) - 1)).to(tl.uint8))
+            prefix = state >> width
+            state = prefix | (tl.load(back + i * (states // 2) + prefix).to(tl.int32) << (memory - width))

@@ -21,7 +21,7 @@ from tests.codecs.test_every_method import CODED, bits_range, head_dim_of
 from tests.presets import METHODS, one_of_each
 from tests.random_models import llama, token_ids
 
-COMPILED = ("trellis_loops",)
+COMPILED = ("trellis_cpu",)
 
 
 @contextlib.contextmanager

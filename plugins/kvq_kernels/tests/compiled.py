@@ -4,9 +4,8 @@ from triton import compile as compile_kernel
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from kvq.codecs import trellis_gpu
 from kvq_kernels import triton_encode, triton_loops
-from kvq_kernels.encode_gpu import VECTORS
+from kvq_kernels.encode_gpu import FIELDS, VECTORS
 from kvq_kernels.gpu import STAGES
 from kvq_kernels.triton_loops import BOOK as PLAIN_BOOK
 from kvq_kernels.triton_loops import LEVELS, SHIFTED_BOOK, SIGNED_BOOK, Full, Shifts, Side
@@ -78,5 +77,5 @@ if __name__ == "__main__":
         build(triton_encode.search, {"signed": signed, "n": VECTORS}, SEARCH)
     for memory in (6, 8, 10, 12):
         constants = {"memory": memory, "widest": min(memory, 8)}
-        build(trellis_gpu.search, constants, TRELLIS, max(1, min(8, 2**memory // 128)), fused=False)
-    build(trellis_gpu.read_fields, {"tile": trellis_gpu.TILE}, TRELLIS)
+        build(triton_encode.search_trellis, constants, TRELLIS, max(1, min(8, 2**memory // 128)), fused=False)
+    build(triton_encode.read_fields, {"tile": FIELDS}, TRELLIS)

@@ -2,14 +2,14 @@
 
 import torch
 
-from kvq.codecs import trellis, trellis_gpu
+from kvq.codecs import trellis
 from kvq.codecs.trellis import FRONT, Layout, books
+from kvq_kernels import encode_gpu
 
 
 def strings_of(x, weights, layout, memory):
     """As `trellis.encode` on a GPU, whatever device the states are on."""
-    widths = torch.tensor(layout.widths, dtype=torch.uint8)
-    return trellis.write(trellis_gpu.codes_of(x, widths, weights, books(memory, torch.float32, x.device)), layout)
+    return trellis.write(encode_gpu.codes_of(x, layout.widths, weights, books(memory, torch.float32, x.device)), layout)
 
 
 def searched(memory, widths, rows):
@@ -38,7 +38,7 @@ def read(memory, widths):
         table = books(memory, torch.float32, strings.device)
         padded = torch.nn.functional.pad(strings, (FRONT, trellis.BACK))
         first, book = trellis.entries_of(layout, table)
-        found = trellis_gpu.values_of(padded, trellis.places(layout, tuple(lengths)), first, book)
+        found = encode_gpu.values_of(padded, *trellis.places(layout, tuple(lengths)), first, book)
         expected = trellis.levels_of(trellis.read(strings, layout, lengths), layout.widths, table)
         assert torch.equal(found, expected)
     print("read", memory, len(widths))

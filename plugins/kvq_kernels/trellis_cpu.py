@@ -1,4 +1,4 @@
-"""Loops over strings of bits on a CPU, compiled by numba: search of a trellis of so many states, writing, reading."""
+"""Trellises on a CPU: search and reading in loops compiled by numba, as `kvq.codecs.trellis.Loops` has them."""
 
 from __future__ import annotations
 
@@ -7,6 +7,9 @@ from typing import no_type_check
 
 import numba
 import numpy as np
+import torch
+from jaxtyping import Float, Int, UInt8
+from torch import Tensor
 
 _OPTIONS = {"nogil": True, "error_model": "numpy", "boundscheck": False, "fastmath": False}
 _WIDEST = 8
@@ -103,36 +106,8 @@ def searcher(memory):
 
 @functools.cache
 @no_type_check
-def writer():
-    """The loop `write(codes, widths, strings)`."""
-
-    @numba.njit(**_OPTIONS)
-    def write(codes, widths, strings):
-        rows, components = codes.shape
-        for row in range(rows):
-            word, held, at = np.uint32(0), 0, 0
-            for i in range(components):
-                width = np.int64(widths[i])
-                word = np.uint32((word << width) | codes[row, i])
-                held += width
-                if held >= 8:
-                    held -= 8
-                    strings[row, at] = (word >> held) & 255
-                    at += 1
-            if held:
-                strings[row, at] = (word << (8 - held)) & 255
-
-    return write
-
-
-@functools.cache
-@no_type_check
 def reader():
-    """The loop `read(strings, starts, shifts, masks, entries, books, out)` over strings with zeros around each.
-
-    Field i is the bits `shifts[i]` of the three bytes from `starts[i]` on, by its mask; its value is that many entries
-    of `books` (flat) behind `entries[i]`.
-    """
+    """The loop `read(strings, starts, shifts, masks, entries, books, out)`; arguments as `values_of`."""
 
     @numba.njit(**_OPTIONS)
     def read(strings, starts, shifts, masks, entries, books, out):
@@ -145,3 +120,30 @@ def reader():
                 line[i] = books[entries[i] + ((word >> shifts[i]) & masks[i])]
 
     return read
+
+
+def codes_of(
+    x: Float[Tensor, "rows components"],
+    widths: tuple[int, ...],
+    weights: Float[Tensor, " components"],
+    books: Float[Tensor, "widths states"],
+) -> UInt8[Tensor, "rows components"]:
+    """The codes of least weighted error."""
+    codes, fields = np.zeros(x.shape, np.uint8), np.array(widths, np.uint8)
+    search = searcher(books.shape[1].bit_length() - 1)
+    search(x.contiguous().numpy(), fields, weights.contiguous().numpy(), books.numpy(), codes)
+    return torch.from_numpy(codes)
+
+
+def values_of(
+    strings: UInt8[Tensor, "rows bytes_around"],
+    starts: Int[Tensor, " fields"],
+    shifts: Int[Tensor, " fields"],
+    masks: Int[Tensor, " fields"],
+    entries: Int[Tensor, " fields"],
+    books: Float[Tensor, " entries_in_all"],
+) -> Float[Tensor, "rows fields"]:
+    """The values of the fields of each string."""
+    out = torch.empty(len(strings), len(starts))
+    reader()(*(part.numpy() for part in (strings, starts, shifts, masks, entries, books, out)))
+    return out
