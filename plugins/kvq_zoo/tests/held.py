@@ -13,7 +13,7 @@ import kvq
 from kvq.codecs import RandomRotation, bind_codec, fit_codec, rope_table, trellis
 from kvq_zoo.kvtc import CoefficientQuantizer
 from kvq_zoo.spectral import SpectralQuantizer
-from kvq_zoo.tests import kvtc_oracle, rival_oracles, triplet_oracles
+from kvq_zoo.tests import engine_oracles, kvtc_oracle, rival_oracles, triplet_oracles
 from kvq_zoo.tests.test_covariance import clipped, moment_of, rotation_of, stored
 from kvq_zoo.triplets import LatticeQuantizer, OctahedralQuantizer, norm_levels, square_levels
 from tests.calibrated import build
@@ -189,6 +189,35 @@ def octopus(bits: int) -> Pairs:
     yield from after_norm("octopus", bits, decode)
 
 
+def saw_int4(name: str, blocks: dict[str, int | None]) -> Pairs:
+    """Both sides by their Hadamard blocks (None: not rotated) and the grid of the authors' kernel."""
+    method, grid = kvq.build_method(name, head_dim=DIM), engine_oracles.ratio(4, engine_oracles.f32)
+    for side, block in blocks.items():
+        codec, oracle = getattr(method, side), engine_oracles.by_group(DIM, grid)
+        if block is not None:
+            oracle = engine_oracles.rotated(oracle, block)
+        rows = [[oracle(row)[1] for row in head[:24]] for head in NUMBERS]
+        yield codec.decode(codec.encode(X[:, :, :24])), np.array(rows)
+
+
+def eden(name: str, bits: int, unbiased: bool) -> Pairs:
+    """Nearest levels of N(0, 1) of the token scaled to sqrt(D), and the scale of either form in 16 bits, with the norm."""
+    levels = normal_levels(bits)
+    codec = kvq.build_method(name, bits=bits, head_dim=DIM).value
+    assert codec is not None
+    turn = codec.stages[-1][1].matrix(DIM, X).numpy()  # type: ignore[attr-defined]
+    rows = []
+    for head in NUMBERS:
+        rows.append([])
+        for row in head[:24]:
+            norm = float(np.linalg.norm(row))
+            z = row @ turn * DIM**0.5 / norm
+            near = np.array([levels[triplet_oracles.nearest(levels, value)] for value in z])
+            scale = z @ z / (z @ near) if unbiased else z @ near / (near @ near)
+            rows[-1].append(float(np.float16(norm * scale)) * (near / DIM**0.5 @ turn.T))
+    yield codec.decode(codec.encode(X[:, :, :24])), np.array(rows)
+
+
 def nexusquant(bits: int) -> Pairs:
     """Keys before RoPE and values, after a Hadamard."""
     method, rope = kvq.build_method("nexusquant", bits=bits, head_dim=DIM), rope_table(TOKENS, DIM)
@@ -271,6 +300,11 @@ PAIRS: dict[str, Callable[[], Iterable[tuple[Tensor, np.ndarray]]]] = {
     "isoquant": lambda: block_rotated("isoquant", 4),
     "rotorquant": lambda: block_rotated("rotorquant", 3),
     "octopus": lambda: octopus(2),
+    "saw_int4": lambda: saw_int4("saw_int4", {"key": 16, "value": None}),
+    "saw_int4/128": lambda: saw_int4("saw_int4/128", {"key": 128, "value": None}),
+    "saw_int4/rotated_values": lambda: saw_int4("saw_int4/rotated_values", {"key": 16, "value": 16}),
+    "eden": lambda: (pair for bits in (1, 2, 4) for pair in eden("eden", bits, unbiased=True)),
+    "eden/biased": lambda: eden("eden/biased", 2, unbiased=False),
     "nexusquant": lambda: nexusquant(3),
     "nova_kv": lambda: nova_kv(),
     "spectralquant": lambda: (pair for bits in (2, 3) for pair in spectralquant("spectralquant", bits)),
