@@ -1,10 +1,10 @@
-"""Formats of vLLM that its latents and its Octave have, as `engine_oracles` has the others."""
+"""Formats of latents, vLLM's and SGLang's, and of vLLM's Octave, as `engine_oracles` has the others."""
 
 import math
 
 import numpy as np
 
-from kvq_zoo.tests.engine_oracles import FLOATS, by_group, f32, fp4, nearest
+from kvq_zoo.tests.engine_oracles import FLOATS, by_group, clamp, f32, fp4, half_even, nearest
 from tests.codecs.oracles import stored
 
 
@@ -76,3 +76,10 @@ def octave_keys(first):
         return kept, np.array(out)
 
     return oracle
+
+
+def scaled_int4(group):
+    """SGLang's int4 of DeepSeek V4: codes by the scale that is stored."""
+    scale = nearest("e4m3", max(abs(v) for v in group) / 7)[1]
+    codes = [clamp(half_even(v / scale), -7, 7) if scale else 0 for v in group]
+    return {"codes": [q + 7 for q in codes], "scale": [scale]}, [q * scale for q in codes]

@@ -201,7 +201,7 @@ def saw_int4(name: str, blocks: dict[str, int | None]) -> Pairs:
 
 
 def eden(name: str, bits: int, unbiased: bool) -> Pairs:
-    """Nearest levels of N(0, 1) of the token scaled to sqrt(D), and the scale of either form in 16 bits, with the norm."""
+    """Nearest levels of N(0, 1) of a token scaled to sqrt(D); norm times the scale of either form, in 16 bits."""
     levels = normal_levels(bits)
     codec = kvq.build_method(name, bits=bits, head_dim=DIM).value
     assert codec is not None

@@ -1,5 +1,6 @@
 """What formats of engines do with zeros, equal numbers, ties and values beyond their scales."""
 
+import numpy as np
 import pytest
 import torch
 
@@ -7,7 +8,8 @@ from kvq.codecs import unpack
 from kvq.methods.build import build_method
 from kvq_zoo.block_float import BlockFloatQuantizer
 from kvq_zoo.octave import RmsLevelsQuantizer
-from kvq_zoo.tests.test_engines import DIM, states
+from kvq_zoo.tests import engine_oracles as by
+from kvq_zoo.tests.test_engines import BY_CHANNEL, DIM, hold, openvino, states
 
 
 def one_way(name, x, side="key"):
@@ -68,3 +70,21 @@ def test_ultraquant_sends_ties_to_the_lower_number_and_may_clip_the_largest():
     parts = quantizer.encode(x, x.dtype)  # .156 * 7 is next to 1
     assert parts["scale"].flatten().tolist() == [127]
     assert quantizer.decode(parts, x.shape, x.dtype).flatten().tolist() == [6, 0, -0.5, 2, -3, 4, -6, 0]
+
+
+@pytest.mark.parametrize("name", BY_CHANNEL)
+def test_keys_by_channel_have_a_grid_for_32_tokens_of_a_channel(name):
+    x, method = states(64), build_method(name)
+    hold(method.value, x[:, :, :8], openvino(BY_CHANNEL[name]))
+    decoded, grid = method.key.decode(method.key.encode(x)), by.ratio(BY_CHANNEL[name], by.f32, by.half_even)
+    for head, start in ((0, 0), (0, 32), (1, 32)):
+        block, found = (part[0, head, start : start + 32].numpy() for part in (x, decoded))
+        for channel in range(DIM):
+            np.testing.assert_allclose(found[:, channel], grid(block[:, channel].tolist())[1], rtol=1e-6, atol=1e-9)
+
+
+def test_a_group_below_the_least_scale_of_scaled_integers_becomes_zero():
+    codec = build_method("engine/sglang_int4_dsv4").key
+    x = torch.full((1, 1, 1, DIM), 7 * 0.99 * 2.0**-10)
+    assert not codec.decode(codec.encode(x)).any()
+    assert bool((codec.decode(codec.encode(-2 * x)) == -7 * 2.0**-9).all())

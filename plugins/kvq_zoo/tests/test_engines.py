@@ -109,6 +109,11 @@ ORACLES = {
     "engine/sglang_fp8": VLLM_FP8,
     "engine/sglang_fp8/e5m2": both(by.by_group(DIM, by.cast("e5m2"))),
     "engine/sglang_fp4": both(by.by_group(16, by.mx_block16)),
+    "engine/sglang_fp4/rotated_keys": {
+        "key": by.rotated(by.by_group(16, by.mx_block16), 16),
+        "value": by.by_group(16, by.mx_block16),
+    },
+    "engine/sglang_int4_dsv4": {"key": by.by_group(32, vllm.scaled_int4), "value": by.by_group(DIM, vllm.as_it_is)},
     "engine/lmdeploy_8": both(by.by_group(DIM, by.turbomind(8))),
     "engine/lmdeploy_4": both(by.by_group(DIM, by.turbomind(4))),
     "engine/lmdeploy_8/pytorch": both(by.by_group(DIM, by.ratio(8))),
@@ -131,6 +136,9 @@ SCALED = {
     "engine/tensorrt_fp8": (by.by_group(DIM, by.cast("e4m3")), 448),
     "engine/tensorrt_nvfp4": (by.by_group(16, by.nvfp4()), 2688),
 }
+# A number for the layer of rotated keys, for each side its own, or for each head.
+SCALED_APART = ("engine/sglang_nvfp4/rotated_keys", "engine/vllm_fp8_k_nvfp4_v", "engine/vllm_fp8/per_head")
+BY_CHANNEL = {"engine/openvino_u8_by_channel": 8, "engine/openvino_u4_by_channel": 4}
 # Bits of keys and of values at 128 channels.
 BITS = {
     "vllm_fp8": (8, 8),
@@ -151,6 +159,8 @@ BITS = {
     "sglang_nvfp4": (4 + 8 / 16,) * 2,
     "lmdeploy_fp8": (8, 8),
     "vllm_fp8_ds_mla": (8 + 32 / 128, 16),
+    "vllm_fp8_k_nvfp4_v": (8, 4 + 8 / 16),
+    "sglang_int4_dsv4": (4 + 8 / 32, 16),
     "vllm_nvfp4_ds_mla": (4 + 8 / 16, 8),
     "vllm_ultraquant_4bit": (4 + 8 / 32,) * 2,
     "vllm_octave_k3v4": ((4 + 3) / 2 + 2 * 16 / 128, 4 + 16 / 128),
@@ -158,6 +168,8 @@ BITS = {
     "vllm_octave_k3v3_compact": (3 + 16 / 128,) * 2,
     "openvino_u8": (8 + 64 / 128,) * 2,
     "openvino_u4": (8 + 64 / 128, 4 + 64 / 128),
+    "openvino_u8_by_channel": (8 + 64 / 32, 8 + 64 / 128),
+    "openvino_u4_by_channel": (4 + 64 / 32, 4 + 64 / 128),
     "llamacpp_q8_0": (8 + 16 / 32,) * 2,
     "llamacpp_q8_0_q4_0": (8 + 16 / 32, 4 + 16 / 32),
     "llamacpp_q4_0_q8_0": (4 + 16 / 32, 8 + 16 / 32),
@@ -222,7 +234,7 @@ def hold(codec, x, oracle):
 
 
 def test_every_preset_has_an_oracle_and_its_bits():
-    assert set(ORACLES) | set(SCALED) == set(PRESETS)
+    assert {*ORACLES, *SCALED, *SCALED_APART, *BY_CHANNEL} == set(PRESETS)
     assert {f"engine/{name}" for name in BITS} == {name for name in PRESETS if name.count("/") == 1}
 
 
@@ -243,9 +255,37 @@ def test_a_layers_number_is_that_of_its_largest_magnitude(name, side):
     hold(getattr(build(name, x), side), 1.25 * x, by.layer_scaled(oracle, number))
 
 
+@pytest.mark.parametrize("side", ["key", "value"])
+def test_a_number_for_each_head_is_that_of_its_largest_magnitude(side):
+    x = states(8)
+    codec = getattr(build("engine/vllm_fp8/per_head", x), side)
+    for head in range(x.shape[1]):
+        number = float(np.float32(x[:, head].abs().max()) / np.float32(448))
+        oracle = by.layer_scaled(by.by_group(DIM, by.cast("e4m3")), number)
+        decoded = codec.decode(codec.encode(1.25 * x))[0, head]
+        wanted = [oracle(1.25 * row.numpy())[1] for row in x[0, head]]
+        np.testing.assert_allclose(decoded, wanted, rtol=1e-6)
+
+
+def test_keys_and_values_of_two_formats_have_numbers_of_their_own():
+    x, nvfp4 = states(8), by.by_group(16, by.nvfp4())
+    method = build("engine/vllm_fp8_k_nvfp4_v", x)
+    for side, oracle, divisor in (("key", by.by_group(DIM, by.cast("e4m3")), 448), ("value", nvfp4, 2688)):
+        number = float(np.float32(x.abs().max()) / np.float32(divisor))
+        hold(getattr(method, side), 1.25 * x, by.layer_scaled(oracle, number))
+
+
+def test_the_number_of_rotated_keys_is_taken_after_the_rotation():
+    x, nvfp4 = states(8), by.by_group(16, by.nvfp4())
+    method, turned = build("engine/sglang_nvfp4/rotated_keys", x), Hadamard(block=16).forward(x)[0]
+    for side, seen in (("key", turned), ("value", x)):
+        oracle = by.layer_scaled(nvfp4, float(np.float32(seen.abs().max()) / np.float32(2688)))
+        hold(getattr(method, side), 1.25 * x, by.rotated(oracle, 16) if side == "key" else oracle)
+
+
 @pytest.mark.parametrize("name", PRESETS)
 def test_bits_are_the_closed_forms(name):
-    x = states(16).half()
+    x = states(32).half()
     method, plain = build(name, x, 3), "/".join(name.split("/")[:2]).removeprefix("engine/")
     assert tuple(getattr(method, side).encode(x).bits_per_element for side in ("key", "value")) == BITS[plain]
 
