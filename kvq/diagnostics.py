@@ -168,7 +168,7 @@ def arms(codec: Codec, subsets: bool = False) -> list[Arm]:
     return [
         Arm(
             "+".join(pick) or "none",
-            codec.rebuilt((name, stages[name]) for name in pick),
+            codec.with_stages((name, stages[name]) for name in pick),
             len(pick) == len(names),
         )
         for pick in chosen
@@ -179,7 +179,7 @@ def before_rope(codec: Codec) -> Codec | None:
     """The codec applied to keys before RoPE; None where the codec undoes RoPE itself."""
     if codec.uses_rope:
         return None
-    return codec.rebuilt([("before_rope", UndoRope()), *codec.stages])
+    return codec.with_stages([("before_rope", UndoRope()), *codec.stages])
 
 
 def reconstruct(codec: Codec, x: States, block: int | None, rope: Rope | None) -> States:

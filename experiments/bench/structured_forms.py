@@ -1,8 +1,8 @@
 """Predicted loss of transforms with few multiplications: `python -m experiments.bench.structured_forms smollm2_135m`.
 
 Moments of keys with values of every layer on the calibration text (minutes; `table_forms.moments_of_text`), then for
-each structure of the decoder its rows B, the encoder that loses least with them (`adapted`), bits by one water level
-over all layers, and the second-order loss: (1/2) sum of λ D, plus what lies outside of the rows that have bits.
+each structure of the decoder its rows B, the encoder that loses least with them (`best_encoder`), bits by one water
+level over all layers, and the second-order loss: (1/2) sum of λ D, plus what lies outside of the rows that have bits.
 Multiplications are those of decoding an element at 8 heads of 128 channels, with the share of rows that have bits here.
 """
 
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from experiments.bench.table_forms import LARGER, moments_of_text
 from kvq.codecs import TrellisQuantizer
-from kvq.codecs.second_moments import adapted, metric_basis
+from kvq.codecs.second_moments import best_encoder, metric_basis
 
 Square = Float[Tensor, "n n"]
 ERRORS = torch.tensor(TrellisQuantizer(bits=2, memory=8, widths="pooled").errors, dtype=torch.float64)
@@ -114,7 +114,7 @@ def predict(layers: list[tuple[Square, Square]], rows: list[Square], bits: float
     kept = [own[widths > 0] for own, widths in zip(rows, share_bits(first, bits), strict=True)]
     encoders, costs = [], []
     for (covariance, metric), own in zip(layers, kept, strict=True):
-        forward, _, cost = adapted(own, metric, covariance)
+        forward, _, cost = best_encoder(own, metric, covariance)
         encoders.append(forward)
         costs.append(torch.nn.functional.pad(cost, (0, len(metric) - len(own))))
     loss = 0.0

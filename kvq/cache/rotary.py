@@ -13,7 +13,7 @@ from transformers.cache_utils import DynamicCache
 
 from kvq.cache.hooks import attentions, call_before, layer_number
 from kvq.codecs import Growable
-from kvq.codecs.packed import grown
+from kvq.codecs.packed import append_rows
 from kvq.codecs.rope import Rope
 from kvq.errors import DataError, Unsupported
 from kvq.models.placing import base_of, device_of
@@ -93,7 +93,7 @@ class RopeTable:
                 )
             rope = self.style.rope(cos[:1], sin[:1])
         before = self._parts or (None, None)
-        self._parts = grown(before[0], rope.cos), grown(before[1], rope.sin)
+        self._parts = append_rows(before[0], rope.cos), append_rows(before[1], rope.sin)
 
     def keep(self, tokens: int) -> None:
         """Forget the tokens from `tokens` on."""

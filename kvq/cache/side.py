@@ -14,7 +14,7 @@ from kvq.cache.rotary import RopeTable
 from kvq.cache.serialize import Reader, Writer
 from kvq.cache.store import BlockStore, Recompression, TokenStore
 from kvq.codecs import Codec, Growable, Packed
-from kvq.codecs.packed import grown
+from kvq.codecs.packed import append_rows
 from kvq.codecs.rope import Rope
 from kvq.config.residual import Policy, PrefillBlock, ResidualSide, leaving
 from kvq.errors import DataError, Unsupported
@@ -242,7 +242,7 @@ class CacheSide:
 
     def _hold(self, states: Tensor) -> None:
         """Append states to the residual."""
-        self._full = grown(self._full, states)
+        self._full = append_rows(self._full, states)
 
     def _visible(self) -> Tensor:
         """All cached tokens: the packed ones decoded, followed by the residual."""

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kvq.cache.serialize import Reader, Writer
 from kvq.codecs import Codec, Growable, Packed, PackedStore
-from kvq.codecs.packed import PLANES, UNIT, BlockRun, by_token, grown, together
+from kvq.codecs.packed import PLANES, UNIT, BlockRun, append_rows, pack_tokens, unpack_tokens
 from kvq.codecs.rope import Rope
 
 States = Float[Tensor, "batch heads _tokens head_dim"]
@@ -73,7 +73,7 @@ class BlockStore:
             self._store.append(packed)
         out = codec.decode(packed, rope) if decoded or self.keep_decoded else None
         if out is not None and self.keep_decoded:
-            self._decoded = grown(self._decoded, out)
+            self._decoded = append_rows(self._decoded, out)
         return out
 
     def past(self, rope: Rope | None) -> States:
@@ -86,12 +86,12 @@ class BlockStore:
 
     def droppable(self, tokens: int) -> int:
         """How many of the first `tokens` tokens fill whole blocks, which can be dropped; 0 where parts are lists."""
-        return 0 if self._store is None or self.codec.stores_lists else self._store.packed.leading(tokens)
+        return 0 if self._store is None or self.codec.stores_lists else self._store.packed.whole_block_tokens(tokens)
 
     def drop(self, tokens: int) -> None:
         """Drop the first `tokens` tokens, at most as many as `droppable` says."""
         assert self._store is not None
-        left = self._store.packed.behind(tokens)
+        left = self._store.packed.without_first(tokens)
         own = {name: part.clone() for name, part in left.parts.items()}  # what is dropped gives its memory back
         self._store = PackedStore(dataclasses.replace(left, parts=own)) if left.tokens else None
         if self._decoded is not None:
@@ -152,9 +152,9 @@ class TokenStore(BlockStore):
         # In a whole unit, the number of rows of a part gives the bits that a token takes in it, hence the padding.
         packed, turned = self._encode_units(states, narrow_rope(rope, self.tokens, count))
         self._widths = widths = packed.token_widths
-        joined = by_token(packed.parts, widths, count)
+        joined = unpack_tokens(packed.parts, widths, count)
         if self._tail is not None:
-            before = by_token(self._tail.parts, widths, self._tail.tokens)
+            before = unpack_tokens(self._tail.parts, widths, self._tail.tokens)
             joined = {name: torch.cat([before[name], part], 2) for name, part in joined.items()}
         total = self.tokens + count - sealed
         whole = total // UNIT * UNIT
@@ -229,8 +229,8 @@ def _select_rows(part: Tensor, index: Tensor) -> Tensor:
 
 
 def _repack(like: Packed, widths: dict[str, int], joined: dict[str, Tensor], start: int, length: int) -> Packed:
-    """Pack `length` tokens of `joined` from `start` on, as units or one short block; `joined`: as `by_token`."""
-    parts = together({name: part[:, :, start : start + length] for name, part in joined.items()}, widths)
+    """Pack `length` tokens of `joined` from `start` on, as units or one short block; `joined`: see `unpack_tokens`."""
+    parts = pack_tokens({name: part[:, :, start : start + length] for name, part in joined.items()}, widths)
     size = min(UNIT, length)
     own = {name: part.shape[2] * size // length for name, part in parts.items()}
     return dataclasses.replace(like, parts=parts, runs=(BlockRun(size, length // size, own),))

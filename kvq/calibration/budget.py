@@ -18,7 +18,7 @@ from torch import Tensor
 from kvq.calibration.collect import Kept, Place
 from kvq.calibration.moments import moments_of
 from kvq.codecs import Codec, ComponentQuantizer, FisherTransform, JointMoments, Tables
-from kvq.codecs.quantizers import prefixed
+from kvq.codecs.quantizers import with_prefix
 from kvq.codecs.stages import Stage
 from kvq.config.method import CalibrationConfig
 from kvq.errors import ConfigError, DataError, Unsupported
@@ -93,14 +93,14 @@ def fit_sharing(codecs: Mapping[Place, Codec], moments: Mapping[Place, JointMome
     rounding = {place: stage for place, (_, stage, _) in parts.items() if stage.rounds}
     if rounding:  # then their components are others than those of exact matrices
         found |= {
-            place: stage.rounded(found[place], moments[place], widths[place]) for place, stage in rounding.items()
+            place: stage.round_tables(found[place], moments[place], widths[place]) for place, stage in rounding.items()
         }
         widths = _widths(quantizers, found)
     out: dict[Place, Tables] = {}
     for place, (name, stage, quantizer) in parts.items():
-        own = stage.trimmed(found[place], int((widths[place] > 0).sum()))
-        tables = quantizer.shared_out(own.pop("spectrum")[0], widths[place])
-        out[place] = prefixed(own, f"{name}.") | prefixed(tables, "quantizer.")
+        own = stage.trim_tables(found[place], int((widths[place] > 0).sum()))
+        tables = quantizer.width_tables(own.pop("spectrum")[0], widths[place])
+        out[place] = with_prefix(own, f"{name}.") | with_prefix(tables, "quantizer.")
     return out
 
 

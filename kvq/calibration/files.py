@@ -24,7 +24,7 @@ from torch import Tensor
 import kvq.codecs
 from kvq.calibration.text import fingerprint_of
 from kvq.codecs import Codec, bind_codec, calibrated_parts
-from kvq.codecs.quantizers import under
+from kvq.codecs.quantizers import without_prefix
 from kvq.codecs.second_moments import FOLDED
 from kvq.config import plugins
 from kvq.config.identity import canonical
@@ -132,7 +132,7 @@ def bind(method: Method, calibration: Calibration, model: str, head_dims: Sequen
                     continue
                 heads = sum(calibration.heads)
             prefix = f"{side}.{layer}."
-            tables = under(calibration.tensors, prefix)
+            tables = without_prefix(calibration.tensors, prefix)
             missing = [part for part in calibrated_parts(codec) if not any(n.startswith(f"{part}.") for n in tables)]
             if missing and layer not in kept:
                 raise Unsupported(f"calibration of method={calibration.method}: has no tables for {prefix}{missing[0]}")

@@ -69,9 +69,9 @@ def learn(
         return {}
     name, stage = found
     codecs = [method.codec_of("value", index) or method.value for index in range(len(head_dims))]
-    rest = [codec.rebuilt(codec.stages[1:]) for codec in codecs]
+    rest = [codec.with_stages(codec.stages[1:]) for codec in codecs]
     kept = method.whole_layers("value", len(head_dims))
-    rotations = {index: stage.begin(dim) for index, dim in enumerate(head_dims) if index not in kept}
+    rotations = {index: stage.initial_rotation(dim) for index, dim in enumerate(head_dims) if index not in kept}
     for step in tqdm(range(stage.steps), desc="learning rotations", unit="step", leave=False, disable=None):
         leaves = {index: rotation.float().requires_grad_() for index, rotation in rotations.items()}
 

@@ -10,9 +10,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from kvq.codecs.levels import looked_up
+from kvq.codecs.levels import look_up
 from kvq.codecs.packed import MAX_BITS, pack_parts, unpack_parts
-from kvq.codecs.quantizers import CodeQuantizer, Parts, Quantizer, check_group, choice, to_stored
+from kvq.codecs.quantizers import CodeQuantizer, Parts, Quantizer, check_group, checked_choice, to_stored
 from kvq.codecs.uniform import ScaleDtype, UniformQuantizer
 from kvq.errors import ConfigError, Unsupported, at_least
 
@@ -138,9 +138,9 @@ class Float8Quantizer(Quantizer):
         reciprocal: bool = False,
         group_size: int | None = None,
     ) -> None:
-        self.scale: FloatScale = choice(FloatScale, scale, "scale")
-        self.scale_dtype: ScaleDtype = choice(ScaleDtype, scale_dtype, "scale_dtype")
-        self._dtype = torch.float8_e4m3fn if choice(Float8, format, "format") == "e4m3" else torch.float8_e5m2
+        self.scale: FloatScale = checked_choice(FloatScale, scale, "scale")
+        self.scale_dtype: ScaleDtype = checked_choice(ScaleDtype, scale_dtype, "scale_dtype")
+        self._dtype = torch.float8_e4m3fn if checked_choice(Float8, format, "format") == "e4m3" else torch.float8_e5m2
         if group_size is not None and (group_size < 1 or self.scale != "token"):
             raise ConfigError(f"group_size={group_size}: at least 1, with scale=token")
         at_least("min_scale", min_scale, 0)
@@ -211,7 +211,7 @@ class LevelsQuantizer(CodeQuantizer):
         steps = groups.mul(_reciprocal(scale)).contiguous()
         codes = torch.bucketize(steps, (levels[1:] + levels[:-1]) / 2, right=True)
         if self.refit:
-            chosen, weight = looked_up(levels, codes), groups.square()
+            chosen, weight = look_up(levels, codes), groups.square()
             top = (weight * chosen * groups).sum(-1, keepdim=True)
             bottom = (weight * chosen.square()).sum(-1, keepdim=True)
             scale = (top / bottom.masked_fill(bottom == 0, 1)).masked_fill(scale == 0, 0)
@@ -221,5 +221,5 @@ class LevelsQuantizer(CodeQuantizer):
     def decode(self, parts: Parts, shape: torch.Size, dtype: torch.dtype) -> Float[Tensor, "*lead heads tokens dim"]:
         """`scale * level`, from the stored scale."""
         codes = unpack_parts(parts, self.bits, shape[-2])
-        values = looked_up(torch.tensor(self.levels, dtype=dtype, device=codes.device), codes)
+        values = look_up(torch.tensor(self.levels, dtype=dtype, device=codes.device), codes)
         return times_scale(values, parts["scale"].to(dtype), self.group_size)

@@ -12,7 +12,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from kvq.codecs.codec import Codec
-from kvq.codecs.quantizers import Quantizer, prefixed, under
+from kvq.codecs.quantizers import Quantizer, with_prefix, without_prefix
 from kvq.codecs.rope import Rope
 from kvq.codecs.stages import Side, Stage
 from kvq.errors import ConfigError, Unsupported
@@ -52,7 +52,7 @@ class Calibrated:
         """Tables from the states of one layer and the gradients of the loss at them, in nats per unit."""
         raise NotImplementedError(f"{type(self).__name__} is not fitted to states")
 
-    def bound(self, tables: Mapping[str, Tensor] | None, heads: int, head_dim: int) -> Calibrated:
+    def bind(self, tables: Mapping[str, Tensor] | None, heads: int, head_dim: int) -> Calibrated:
         """A copy for one layer of `heads` KV heads; without tables, one that only checks shapes."""
         other = copy.copy(self)
         other._tables, other._shape, other._cast = tables, (heads, head_dim), {}
@@ -80,7 +80,7 @@ class Calibrated:
 
     @property
     def multiplications(self) -> int | None:
-        """Of decoding a token of the bound layer, where tables are matrices of all heads; None: they are not."""
+        """Multiplications to decode one token of the layer, by matrices over all heads; None: no such matrices."""
         return None
 
     def check(self, head_dim: int) -> None:
@@ -99,10 +99,10 @@ def bind_codec(codec: Codec, tables: Mapping[str, Tensor] | None, heads: int, he
     """A copy of the codec with its tables, named `<part>.<table>`; None: a copy that only checks shapes."""
     bound = {}
     for name, part in calibrated_parts(codec).items():
-        own = None if tables is None else under(tables, f"{name}.")
-        bound[name] = part.bound(own, heads, head_dim)
+        own = None if tables is None else without_prefix(tables, f"{name}.")
+        bound[name] = part.bind(own, heads, head_dim)
     stages = [(name, bound.get(name, stage)) for name, stage in codec.stages]
-    return codec.rebuilt(stages, bound.get(QUANTIZER))  # type: ignore[arg-type]
+    return codec.with_stages(stages, bound.get(QUANTIZER))  # type: ignore[arg-type]
 
 
 def fit_codec(
@@ -140,8 +140,8 @@ def fit_codec(
                     raise ConfigError(f"stage '{name}': first in its codec, and fitted on a model's queries")
                 wanted = {"moments": moments}
             found = part.fit(x, gradients if part.wants_gradients else None, seed, **wanted)
-            tables |= prefixed(found, f"{name}.")
-            bound = part.bound(found, heads, head_dim)
+            tables |= with_prefix(found, f"{name}.")
+            bound = part.bind(found, heads, head_dim)
             part = cast("Stage | Quantizer", bound)
         if isinstance(part, Stage) and left:
             weighted = any(calibrated_parts(codec)[later].wants_gradients for later in left)

@@ -9,9 +9,9 @@ from jaxtyping import Float
 from torch import Tensor
 
 from kvq.codecs.calibrated import Calibrated, States, Tables
-from kvq.codecs.levels import levels_1d, looked_up, nearest_level
+from kvq.codecs.levels import levels_1d, look_up, nearest_level
 from kvq.codecs.packed import pack_parts, unpack_parts
-from kvq.codecs.quantizers import Axis, Parts, Quantizer, choice, to_stored
+from kvq.codecs.quantizers import Axis, Parts, Quantizer, checked_choice, to_stored
 from kvq.errors import Unsupported, require
 
 MAX_BITS = 8
@@ -59,8 +59,8 @@ class NonUniformQuantizer(Calibrated, Quantizer):
         require(1 <= bits <= MAX_BITS, "bits", bits, f"a lookup table has 1 to {MAX_BITS} bits", Unsupported)
         require(0 <= outliers < 0.5, "outliers", outliers, "a share of the entries, 0 to below 0.5")
         self.bits, self.outliers, self.qnorm = bits, outliers, qnorm
-        self.axis: Axis = choice(Axis, axis, "axis")
-        self.chosen: Outliers = choice(Outliers, chosen, "chosen")
+        self.axis: Axis = checked_choice(Axis, axis, "axis")
+        self.chosen: Outliers = checked_choice(Outliers, chosen, "chosen")
 
     @property
     def ragged(self) -> bool:
@@ -76,8 +76,12 @@ class NonUniformQuantizer(Calibrated, Quantizer):
     def indices(self) -> dict[str, int]:
         return {} if self.ragged else {"codes": self.bits}
 
-    def kept(self, width: int) -> int:
-        """Outliers on each side of a token of `width` channels over all heads, under `count`."""
+    def outliers_per_side(self, width: int) -> int:
+        """Outliers among the largest, and among the smallest, of a token's `width` channels (`chosen="count"`).
+
+        Raises:
+            Unsupported: the width exceeds a 16-bit index.
+        """
         if not self.outliers:
             return 0
         if width >= INDICES:
@@ -93,7 +97,7 @@ class NonUniformQuantizer(Calibrated, Quantizer):
             center, reach = _range(*(torch.stack(side).mT for side in zip(*ends, strict=True)))
             tables = {"center": center, "reach": reach}
         elif self.chosen == "threshold":
-            center, reach = _range(*(end.unsqueeze(-3) for end in quantiles(_joined(x), self.outliers / 2)))
+            center, reach = _range(*(end.unsqueeze(-3) for end in quantiles(_join_heads(x), self.outliers / 2)))
         else:
             center, reach, _ = self._online(x)
         scaled = (x - center) / reach.masked_fill(reach == 0, 1)
@@ -102,7 +106,7 @@ class NonUniformQuantizer(Calibrated, Quantizer):
         inside |= ~inside.any()  # of very few tokens, none may lie between the quantiles
         values = scaled.flatten()[inside]
         levels = levels_1d(values, weights.flatten()[inside], 2**self.bits, seed)
-        decoded = _normalized(values, levels) if self.qnorm else levels
+        decoded = _qnorm_levels(values, levels) if self.qnorm else levels
         return tables | {"levels": levels.float(), "decoded": decoded.float()}
 
     def _online(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -110,7 +114,7 @@ class NonUniformQuantizer(Calibrated, Quantizer):
 
         The latter are a mask `[..., tokens, heads * dim]`, or None.
         """
-        flat = _joined(x)
+        flat = _join_heads(x)
         if not self.outliers:
             low, high, mask = flat.amin(-1, True), flat.amax(-1, True), None
         elif self.chosen == "threshold":
@@ -119,7 +123,7 @@ class NonUniformQuantizer(Calibrated, Quantizer):
             rest = torch.where(mask, flat.median(-1, keepdim=True).values, flat)
             low, high = rest.amin(-1, True), rest.amax(-1, True)
         else:
-            side = self.kept(flat.shape[-1])
+            side = self.outliers_per_side(flat.shape[-1])
             top, bottom = (flat.topk(side + 1, -1, largest=largest) for largest in (True, False))
             low, high = bottom.values[..., side:], top.values[..., side:]
             index = torch.cat([top.indices[..., :side], bottom.indices[..., :side]], -1)
@@ -134,21 +138,21 @@ class NonUniformQuantizer(Calibrated, Quantizer):
             center, reach = self.table("center", x), self.table("reach", x)
             scaled = (x - center) / reach.masked_fill(reach == 0, 1)
             if self.ragged:
-                mask = _joined((x < center - reach) | (x > center + reach))
+                mask = _join_heads((x < center - reach) | (x > center + reach))
             elif self.outliers:
-                most = _joined(scaled).abs().topk(2 * self.kept(x.shape[-3] * x.shape[-1]), -1).indices
-                mask = torch.zeros_like(_joined(x), dtype=torch.bool).scatter_(-1, most, True)
+                most = _join_heads(scaled).abs().topk(2 * self.outliers_per_side(x.shape[-3] * x.shape[-1]), -1).indices
+                mask = torch.zeros_like(_join_heads(x), dtype=torch.bool).scatter_(-1, most, True)
         else:
             center, reach, mask = self._online(x)
             scaled = (x - center) / reach.masked_fill(reach == 0, 1)
             parts = {name: to_stored(part, torch.float16) for name, part in (("center", center), ("reach", reach))}
         if mask is not None:
-            parts |= self._kept_apart(_joined(x), mask)
-        return pack_parts(nearest_level(scaled, _middles(levels)), self.bits) | parts
+            parts |= self._outlier_parts(_join_heads(x), mask)
+        return pack_parts(nearest_level(scaled, _midpoints(levels)), self.bits) | parts
 
-    def _kept_apart(self, flat: Tensor, mask: Tensor) -> Parts:
-        """Values and indices of the entries of a mask `[..., tokens, width]`, in ascending order; and how many."""
-        self.kept(flat.shape[-1])  # refuses more channels than there are indices
+    def _outlier_parts(self, flat: Tensor, mask: Tensor) -> Parts:
+        """The stored `outlier.*` parts (see the class) of the masked entries of `flat` `[..., tokens, width]`."""
+        self.outliers_per_side(flat.shape[-1])  # refuses more channels than there are indices
         count = mask.sum(-1, keepdim=True)
         most = int(count.max())
         # Indices of the mask's entries, ascending, then an index beyond the last channel for each empty place.
@@ -170,19 +174,19 @@ class NonUniformQuantizer(Calibrated, Quantizer):
             center, reach = self.table("center", like), self.table("reach", like)
         else:
             center, reach = parts["center"].to(dtype), parts["reach"].to(dtype)
-        out = looked_up(levels, codes) * reach + center
+        out = look_up(levels, codes) * reach + center
         if "outlier.index" in parts:
             index = parts["outlier.index"].squeeze(-3).long() + INDICES // 2
-            flat = torch.nn.functional.pad(_joined(out), (0, 1))  # one more channel receives empty entries
+            flat = torch.nn.functional.pad(_join_heads(out), (0, 1))  # one more channel receives empty entries
             flat = flat.scatter(-1, index, parts["outlier.value"].squeeze(-3).to(dtype))[..., :-1]
             out = flat.unflatten(-1, (shape[-3], shape[-1])).transpose(-3, -2).contiguous()
         return out
 
 
-def _normalized(values: Float[Tensor, " n"], levels: Tensor) -> Tensor:
+def _qnorm_levels(values: Float[Tensor, " n"], levels: Tensor) -> Tensor:
     """Levels for decoding (Q-Norm): shifted and scaled to the mean and the deviation of the values."""
     wide = values.double()
-    rounded = looked_up(levels, nearest_level(values, _middles(levels.float())))
+    rounded = look_up(levels, nearest_level(values, _midpoints(levels.float())))
     spread = rounded.std(correction=0)
     factor = wide.std(correction=0) / spread if spread > 0 else 1.0
     return (levels - rounded.mean()) * factor + wide.mean()
@@ -193,12 +197,12 @@ def _range(low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
     return (high + low) / 2, (high - low) / 2
 
 
-def _joined(x: Tensor) -> Tensor:
+def _join_heads(x: Tensor) -> Tensor:
     """`[..., tokens, heads * dim]` of `[..., heads, tokens, dim]`."""
     return x.transpose(-3, -2).flatten(-2)
 
 
-def _middles(levels: Tensor) -> Tensor:
+def _midpoints(levels: Tensor) -> Tensor:
     return (levels[1:] + levels[:-1]) / 2
 
 

@@ -10,7 +10,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from kvq.codecs.calibrated import Calibrated, States, Tables
-from kvq.codecs.quantizers import choice
+from kvq.codecs.quantizers import checked_choice
 from kvq.codecs.rotations import RandomizedHadamard, hadamard_matrix, has_hadamard, per_block, per_head
 from kvq.codecs.stages import Side, Stage
 from kvq.errors import Unsupported, at_least, require
@@ -30,16 +30,16 @@ class TableRotation(Calibrated, Stage):
             raise Unsupported(f"head_dim={head_dim}: no Hadamard matrix of this order to begin with")
         super().check(head_dim)
 
-    def _turned(self, x: Float[Tensor, "*lead heads tokens dim"], rotation: Tensor) -> Tensor:
+    def _rotate(self, x: Float[Tensor, "*lead heads tokens dim"], rotation: Tensor) -> Tensor:
         if rotation.ndim == 2 or len(rotation) == 1:
             return per_block(x, rotation.view(rotation.shape[-2:]))
         return per_head(x, rotation)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Side]:
-        return self._turned(x, self.table("rotation", x)), {}
+        return self._rotate(x, self.table("rotation", x)), {}
 
     def inverse(self, y: Tensor, side: Side) -> Tensor:
-        return self._turned(y, self.table("rotation", y).mT)
+        return self._rotate(y, self.table("rotation", y).mT)
 
 
 class LearnedRotation(TableRotation):
@@ -70,10 +70,10 @@ class LearnedRotation(TableRotation):
         at_least("steps", steps, 1)
         require(rate > 0, "rate", rate, "above 0")
         self.steps, self.rate, self.seed = steps, rate, seed
-        self.start: RotationStart = choice(RotationStart, start, "start")
+        self.start: RotationStart = checked_choice(RotationStart, start, "start")
 
-    def begin(self, head_dim: int) -> Float[Tensor, "dim dim"]:
-        """Where learning begins, in fp64."""
+    def initial_rotation(self, head_dim: int) -> Float[Tensor, "dim dim"]:
+        """The orthogonal matrix that learning starts from, in fp64."""
         if self.start == "random_hadamard":
             return RandomizedHadamard(self.seed).matrix(head_dim, torch.empty(0, dtype=torch.float64))
         return hadamard_matrix(head_dim).double() / head_dim**0.5
@@ -116,11 +116,11 @@ class GroupedHadamard(Stage):
         at_least("heads", heads, 1)
         self.heads = heads
 
-    def _joined(self, heads: int) -> int:
+    def _group_heads(self, heads: int) -> int:
         return max(count for count in range(1, self.heads + 1) if heads % count == 0)
 
     def _matrix(self, x: Tensor) -> Tensor:
-        order = self._joined(x.shape[-3]) * x.shape[-1]
+        order = self._group_heads(x.shape[-3]) * x.shape[-1]
         if not has_hadamard(order):
             raise Unsupported(
                 f"head_dim={x.shape[-1]}: no Hadamard matrix of order {order} ({order // x.shape[-1]} heads)"
@@ -159,12 +159,12 @@ class ChannelOrder(Calibrated, Stage):
         # Exact in fp32 and fp64, the dtypes of computation: an index has at most 24 bits.
         return self.table("order", x).long()
 
-    def _moved(self, x: Tensor, order: Tensor) -> Tensor:
+    def _permute(self, x: Tensor, order: Tensor) -> Tensor:
         flat = x.transpose(-3, -2).flatten(-2).index_select(-1, order)
         return flat.unflatten(-1, (x.shape[-3], x.shape[-1])).transpose(-3, -2).contiguous()
 
     def forward(self, x: Tensor) -> tuple[Tensor, Side]:
-        return self._moved(x, self._order(x)), {}
+        return self._permute(x, self._order(x)), {}
 
     def inverse(self, y: Tensor, side: Side) -> Tensor:
-        return self._moved(y, self._order(y).argsort())
+        return self._permute(y, self._order(y).argsort())

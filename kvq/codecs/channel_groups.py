@@ -11,7 +11,7 @@ from torch import Size, Tensor
 from kvq.codecs.calibrated import Calibrated, States, Tables
 from kvq.codecs.codec import Codec
 from kvq.codecs.packed import pack, unpack
-from kvq.codecs.quantizers import Parts, choice
+from kvq.codecs.quantizers import Parts, checked_choice
 from kvq.codecs.split import TwoWaySplit
 from kvq.errors import ConfigError, Unsupported, at_least
 
@@ -96,14 +96,14 @@ class ChannelSplit(TwoChannelGroups):
         at_least("outliers", outliers, 1)
         super().__init__(high, low)
         self.outliers = outliers
-        self.criterion: Criterion = choice(Criterion, criterion, "criterion")
-        self.stored: Choice = choice(Choice, stored, "stored")
+        self.criterion: Criterion = checked_choice(Criterion, criterion, "criterion")
+        self.stored: Choice = checked_choice(Choice, stored, "stored")
         if self.stored == "byte" and outliers > _BYTE:
             raise ConfigError(f"outliers={outliers}: at most {_BYTE} with stored=byte")
 
     @property
     def bits(self) -> float | None:
-        """Of the codec of the other channels."""
+        """Bits per code for the channels that are no outliers; None: their quantizer has none."""
         return getattr(self.low.quantizer, "bits", None)
 
     def count(self, head_dim: int) -> int:

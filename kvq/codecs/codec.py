@@ -10,7 +10,7 @@ from jaxtyping import Float
 from torch import Size, Tensor
 
 from kvq.codecs.packed import UNIT, BlockRun, Packed
-from kvq.codecs.quantizers import Gain, Parts, Passthrough, Quantizer, shared_group, to_stored, under
+from kvq.codecs.quantizers import Gain, Parts, Passthrough, Quantizer, shared_group, to_stored, without_prefix
 from kvq.codecs.rope import Rope
 from kvq.codecs.stages import Stage
 from kvq.codecs.torch_state import isolated
@@ -62,18 +62,18 @@ class Codec:
         self.stages = [(name, stage) for name in order if (stage := stages[name]) is not None]
         self.quantizer = quantizer
 
-    def rebuilt(self, stages: Iterable[tuple[str, Stage]], quantizer: Quantizer | None = None) -> Codec:
+    def with_stages(self, stages: Iterable[tuple[str, Stage]], quantizer: Quantizer | None = None) -> Codec:
         """A codec of this kind with other stages, in their order, and its own quantizer unless another is given."""
         chain = list(stages)
         return type(self)(dict(chain), [name for name, _ in chain], quantizer or self.quantizer)
 
     def with_more_bits(self, extra: int, most: int) -> Codec:
         """This codec with `extra` bits more, but not above `most`."""
-        return self.rebuilt(self.stages, self.quantizer.with_more_bits(extra, most))
+        return self.with_stages(self.stages, self.quantizer.with_more_bits(extra, most))
 
     @property
     def uses_rope(self) -> bool:
-        """Some stage needs the rotations of the tokens (`rope`) to encode and to decode."""
+        """Whether some stage needs the rotations of the tokens (`rope`) to encode and to decode."""
         return any(stage.uses_rope for _, stage in self.stages)
 
     @property
@@ -91,11 +91,11 @@ class Codec:
         return self
 
     @isolated()
-    def staged(self, x: Blocks, rope: Rope | None = None) -> Blocks:
+    def apply_stages(self, x: Blocks, rope: Rope | None = None) -> Blocks:
         """One block after all stages, as the quantizer gets it, in the compute dtype."""
         y = x.detach().to(_compute_dtype(x.dtype))
         for _, stage in self.stages:
-            y = stage.forward(y, **_wanted(stage, rope))[0]
+            y = stage.forward(y, **_rope_argument(stage, rope))[0]
         return y
 
     def check(self, head_dim: int) -> None:
@@ -171,9 +171,9 @@ class Codec:
         y = blocks.to(_compute_dtype(blocks.dtype))
         sides = []
         for _, stage in self.stages:
-            y, side = stage.forward(y, **_wanted(stage, rope))
+            y, side = stage.forward(y, **_rope_argument(stage, rope))
             sides.append(side)
-        parts, factor = self._coded(y, dtype or blocks.dtype)
+        parts, factor = self._quantize(y, dtype or blocks.dtype)
         if factor is not None:
             self._fold(factor, sides, parts)
         for (name, _), side in zip(self.stages, sides, strict=True):
@@ -181,8 +181,8 @@ class Codec:
                 parts[f"{name}.{key}"] = to_stored(value, torch.float16) if value.is_floating_point() else value
         return parts
 
-    def _coded(self, y: Tensor, dtype: torch.dtype) -> tuple[Parts, Float[Tensor, "*lead tokens 1"] | None]:
-        """The quantizer's parts of `y`, and the gain of each token where it has one."""
+    def _quantize(self, y: Tensor, dtype: torch.dtype) -> tuple[Parts, Float[Tensor, "*lead tokens 1"] | None]:
+        """The quantizer's stored parts of `y`, and a gain per token `[..., tokens, 1]` where the quantizer has one."""
         parts = self.quantizer.encode(y, dtype)
         if self.quantizer.gain == "none":
             return parts, None
@@ -205,9 +205,9 @@ class Codec:
         if "gain" in parts:
             y = y * parts["gain"].to(dtype)
         for name, stage in reversed(self.stages):
-            kept = under(parts, f"{name}.").items()
+            kept = without_prefix(parts, f"{name}.").items()
             side = {key: part.to(dtype) if part.is_floating_point() else part for key, part in kept}
-            y = stage.inverse(y, side, **_wanted(stage, rope))
+            y = stage.inverse(y, side, **_rope_argument(stage, rope))
         return y
 
 
@@ -219,7 +219,7 @@ class StoredWithKeys(Codec):
     def __init__(self) -> None:
         super().__init__({}, [], Passthrough())
 
-    def rebuilt(self, stages: Iterable[tuple[str, Stage]], quantizer: Quantizer | None = None) -> Codec:
+    def with_stages(self, stages: Iterable[tuple[str, Stage]], quantizer: Quantizer | None = None) -> Codec:
         return self
 
     def encode_block(self, blocks: Blocks, rope: Rope | None = None, dtype: torch.dtype | None = None) -> Parts:
@@ -244,7 +244,7 @@ def check_nested(codec: Codec, outer: str, binds: bool = False) -> None:
         raise Unsupported(f"a {outer} takes a kvq.codecs.Codec, not a {kind}: use {kind} for the codec around it")
 
 
-def _wanted(stage: Stage, rope: Rope | None) -> dict[str, Rope | None]:
+def _rope_argument(stage: Stage, rope: Rope | None) -> dict[str, Rope | None]:
     return {"rope": rope} if stage.uses_rope else {}
 
 

@@ -22,7 +22,7 @@ from kvq.codecs import trellis
 from kvq.codecs.calibrated import Calibrated, Tables
 from kvq.codecs.levels import nearest_level
 from kvq.codecs.lloyd_max import cells, optimal_levels
-from kvq.codecs.quantizers import Parts, Quantizer, choice
+from kvq.codecs.quantizers import Parts, Quantizer, checked_choice
 from kvq.codecs.trellis import WIDEST, Layout, values_of, write
 from kvq.errors import ConfigError, Unsupported, require, within
 
@@ -63,8 +63,8 @@ class ComponentQuantizer(Calibrated, Quantizer):
         deviation: Deviation | str = "one",
         unshrunk: bool = False,
     ) -> None:
-        self.widths: Widths = choice(Widths, widths, "widths")
-        self.deviation: Deviation = choice(Deviation, deviation, "deviation")
+        self.widths: Widths = checked_choice(Widths, widths, "widths")
+        self.deviation: Deviation = checked_choice(Deviation, deviation, "deviation")
         equal = self.widths == "equal"
         if not (1 if equal else 0.5) <= bits <= self.widest or (equal and bits != int(bits)):
             numbers = f"a whole number from 1 to {self.widest}" if equal else f"0.5 to {self.widest}"
@@ -90,12 +90,12 @@ class ComponentQuantizer(Calibrated, Quantizer):
     def errors(self) -> tuple[float, ...]:
         """Mean squared error on N(0, 1) at 0, 1, ... bits."""
 
-    def shared_out(self, spectrum: Float[Tensor, " components"], widths: UInt8[Tensor, " components"]) -> Tables:
-        """The tables, once the bits are shared out."""
+    def width_tables(self, spectrum: Float[Tensor, " components"], widths: UInt8[Tensor, " components"]) -> Tables:
+        """Tables to store: the bit `widths` allocated, and the eigenvalues λ (`spectrum`) as weights."""
         return {"widths": widths, "weights": spectrum.float()}
 
-    def bound(self, tables: Mapping[str, Tensor] | None, heads: int, head_dim: int) -> Calibrated:
-        other = super().bound(tables, heads, head_dim)
+    def bind(self, tables: Mapping[str, Tensor] | None, heads: int, head_dim: int) -> Calibrated:
+        other = super().bind(tables, heads, head_dim)
         assert isinstance(other, ComponentQuantizer)
         other._layouts = {}
         return other
@@ -141,13 +141,13 @@ class ComponentQuantizer(Calibrated, Quantizer):
     def strings(
         self, x: Float[Tensor, "rows components"], weights: Float[Tensor, " components"], layout: Layout
     ) -> UInt8[Tensor, "rows nbytes"]:
-        """The string of each row."""
+        """Quantize each row and pack its codes into one bit string."""
 
     @abc.abstractmethod
     def levels(
         self, strings: UInt8[Tensor, "rows nbytes"], layout: Layout, dtype: torch.dtype
     ) -> Float[Tensor, "rows components"]:
-        """What the strings stand for."""
+        """Unpack and dequantize bit strings."""
 
 
 class ScalarQuantizer(ComponentQuantizer):
@@ -163,6 +163,7 @@ class ScalarQuantizer(ComponentQuantizer):
 
     @property
     def errors(self) -> tuple[float, ...]:
+        """Mean squared error on N(0, 1) at 0 to 8 bits."""
         return scalar_errors()
 
     def strings(self, x: Tensor, weights: Tensor, layout: Layout) -> Tensor:
@@ -210,7 +211,8 @@ class TrellisQuantizer(ComponentQuantizer):
 
     @property
     def errors(self) -> tuple[float, ...]:
-        return (1.0, *trellis.errors(self.memory))
+        """Mean squared error on N(0, 1) at 0, 1, ... bits of the trained trellis."""
+        return (1.0, *trellis.mean_squared_errors(self.memory))
 
     def strings(self, x: Tensor, weights: Tensor, layout: Layout) -> Tensor:
         return trellis.encode(x, weights, layout, self.memory)
@@ -223,7 +225,7 @@ class TrellisQuantizer(ComponentQuantizer):
 def _factors(
     layout: Layout, errors: tuple[float, ...], scale: float, unshrunk: bool
 ) -> Float[Tensor, "*components"] | None:
-    """What decoded components are scaled by, each or all alike; None: by nothing."""
+    """Factors on decoded components, `[components]` or a scalar; None: all 1."""
     if not unshrunk:
         return None if scale == 1 else torch.tensor(scale, dtype=torch.float64)
     grown = [(1 - errors[width]) ** -0.5 if width else 0.0 for width in layout.widths]
@@ -239,7 +241,7 @@ def normal_levels(width: int) -> Float[Tensor, " levels"]:
 
 @functools.lru_cache(maxsize=16)
 def _books(dtype: torch.dtype, device: torch.device) -> Float[Tensor, "widths levels"]:
-    """Those at 1 to 8 bits, rows filled up with zeros."""
+    """`normal_levels` at 1 to 8 bits, rows padded with zeros."""
     out = torch.zeros(WIDEST, 2**WIDEST, dtype=torch.float64)
     for width in range(1, WIDEST + 1):
         out[width - 1, : 2**width] = normal_levels(width)

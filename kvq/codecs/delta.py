@@ -9,8 +9,8 @@ from jaxtyping import Bool, Float
 from torch import Size, Tensor
 
 from kvq.codecs.codec import Codec, check_nested
-from kvq.codecs.packed import pack, together, unpack
-from kvq.codecs.quantizers import Parts, Quantizer, choice, prefixed, to_stored, under
+from kvq.codecs.packed import pack, pack_tokens, unpack
+from kvq.codecs.quantizers import Parts, Quantizer, checked_choice, to_stored, with_prefix, without_prefix
 from kvq.codecs.uniform import ScaleDtype
 from kvq.errors import ConfigError, Unsupported, at_least
 
@@ -54,12 +54,12 @@ class DeltaQuantizer(Quantizer):
             group = codec.token_group or "a block's"
             raise Unsupported(f"codec: {group} tokens share statistics; a delta is encoded before the next is known")
         self.codec, self.anchor_every, self.anchor_threshold = codec, anchor_every, anchor_threshold
-        name = None if anchor_dtype is None else choice(ScaleDtype, anchor_dtype, "anchor_dtype")
+        name = None if anchor_dtype is None else checked_choice(ScaleDtype, anchor_dtype, "anchor_dtype")
         self.anchor_dtype: torch.dtype | None = None if name is None else getattr(torch, name)
 
     @property
     def bits(self) -> float | None:
-        """Of a difference."""
+        """Bits per code of a difference; None: its quantizer has none."""
         return getattr(self.codec.quantizer, "bits", None)
 
     @property
@@ -101,34 +101,36 @@ class DeltaQuantizer(Quantizer):
             if self.variable_rows:
                 far.append(_norm(delta) > self.anchor_threshold * _norm(token))
                 decoded = torch.where(far[-1], to_stored(token, dtype).to(x.dtype), decoded)
-        parts = {"anchors": torch.cat(anchors, -2)} | self._joined(steps, x)
+        parts = {"anchors": torch.cat(anchors, -2)} | self._concatenate(steps, x)
         if self.variable_rows:
             rest = [at for at, regular in enumerate(self._anchors(x.shape[-2])) if not regular]
             mask = torch.cat([x.new_zeros(*x.shape[:-2], 0, 1, dtype=torch.bool), *far], -2)
             flags = mask.to(torch.uint8)
             parts |= {"far": pack(flags, 1)[0] if far else flags}
-            parts |= {"far.anchors": _listed(to_stored(x, dtype), rest, mask)}
+            parts |= {"far.anchors": _gather_masked(to_stored(x, dtype), rest, mask)}
         return parts
 
-    def _joined(self, steps: list[Parts], x: Tensor) -> Parts:
+    def _concatenate(self, steps: list[Parts], x: Tensor) -> Parts:
         """The parts of single tokens as those of one block; a block of anchors has the same parts without rows."""
         if steps:
             joined = {name: torch.cat([step[name] for step in steps], -2) for name in steps[0]}
-            parts = together(joined, self.codec.token_widths(x.shape[-3], x.shape[-1], x))
+            parts = pack_tokens(joined, self.codec.token_widths(x.shape[-3], x.shape[-1], x))
         else:
             one = self.codec.encode_block(torch.zeros_like(x[..., :1, :]))
             parts = {name: part[..., :0, :] for name, part in one.items()}
-        return prefixed(parts, "delta.")
+        return with_prefix(parts, "delta.")
 
     def decode(self, parts: Parts, shape: Size, dtype: torch.dtype) -> Float[Tensor, "*lead heads tokens dim"]:
         regular = self._anchors(shape[-2])
         rest = Size((*shape[:-2], regular.count(False), shape[-1]))
-        steps = iter(self.codec.decode_block(under(parts, "delta."), rest, dtype).split(1, -2) if rest[-2] else ())
+        steps = iter(
+            self.codec.decode_block(without_prefix(parts, "delta."), rest, dtype).split(1, -2) if rest[-2] else ()
+        )
         anchors = iter(parts["anchors"].to(dtype).split(1, -2))
         far: list[tuple[Tensor, Tensor]] = []
         if self.variable_rows and rest[-2]:
             mask = unpack([parts["far"]], 1, rest[-2]).bool()
-            kept = _placed(parts["far.anchors"].to(dtype), mask)
+            kept = _scatter_masked(parts["far.anchors"].to(dtype), mask)
             far = list(zip(mask.split(1, -2), kept.split(1, -2), strict=True))
         out: list[Tensor] = []
         for is_anchor in regular:
@@ -147,15 +149,15 @@ def _norm(x: Float[Tensor, "*lead 1 dim"]) -> Float[Tensor, "*lead 1 1"]:
     return torch.linalg.vector_norm(x, dim=-1, keepdim=True)
 
 
-def _order(mask: Bool[Tensor, "*lead heads tokens 1"]) -> tuple[Tensor, Tensor]:
-    """Indices among the tokens of all heads, those of the mask first, in order; and how many these are."""
+def _masked_first(mask: Bool[Tensor, "*lead heads tokens 1"]) -> tuple[Tensor, Tensor]:
+    """Indices `[..., heads * tokens]` that sort masked tokens to the front, and the masked count `[..., 1]`."""
     flat = mask.flatten(-3)
     return flat.to(torch.uint8).sort(dim=-1, descending=True, stable=True).indices, flat.sum(-1, keepdim=True)
 
 
-def _listed(x: Tensor, tokens: list[int], mask: Tensor) -> Float[Tensor, "*lead 1 entries dim"]:
+def _gather_masked(x: Tensor, tokens: list[int], mask: Tensor) -> Float[Tensor, "*lead 1 entries dim"]:
     """The states of the mask's tokens, as many entries as the fullest block has; the ends of others are zero."""
-    order, count = _order(mask)
+    order, count = _masked_first(mask)
     most = int(count.max())
     states = x[..., tokens, :].flatten(-3, -2)
     entries = states.gather(-2, order[..., :most, None].expand(*order.shape[:-1], most, x.shape[-1]))
@@ -163,9 +165,9 @@ def _listed(x: Tensor, tokens: list[int], mask: Tensor) -> Float[Tensor, "*lead 
     return entries.masked_fill(empty[..., None], 0).unsqueeze(-3)
 
 
-def _placed(entries: Tensor, mask: Tensor) -> Float[Tensor, "*lead heads tokens dim"]:
-    """Inverse of `_listed`; zero at the other tokens."""
-    order, _ = _order(mask)
+def _scatter_masked(entries: Tensor, mask: Tensor) -> Float[Tensor, "*lead heads tokens dim"]:
+    """Inverse of `_gather_masked`; zero at the other tokens."""
+    order, _ = _masked_first(mask)
     most, dim = entries.shape[-2:]
     flat = entries.new_zeros(*order.shape, dim)
     flat = flat.scatter(-2, order[..., :most, None].expand(*order.shape[:-1], most, dim), entries.squeeze(-3))

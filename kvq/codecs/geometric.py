@@ -12,7 +12,7 @@ import torch
 from jaxtyping import Float
 from torch import Size, Tensor
 
-from kvq.codecs.levels import Array, fixed_point, looked_up, nearest_level
+from kvq.codecs.levels import Array, fixed_point, look_up, nearest_level
 from kvq.codecs.packed import pack_parts, unpack_parts
 from kvq.codecs.quantizers import Parts, Quantizer, to_stored
 from kvq.errors import ConfigError, Unsupported
@@ -79,6 +79,7 @@ class PolarQuantizer(Quantizer):
 
     @property
     def indices(self) -> dict[str, int]:
+        """Bits of an angle code at each level, by part name; see `Quantizer.indices`."""
         return {f"codes.{level}": bits for level, bits in enumerate(self.angle_bits, 1)}
 
     @property
@@ -111,6 +112,6 @@ class PolarQuantizer(Quantizer):
         for level in range(len(self.angle_bits), 0, -1):
             bits = self.angle_bits[level - 1]
             codes = unpack_parts(parts, bits, shape[-2], f"codes.{level}")
-            turned = looked_up(_angle_table(bits, level, dtype, codes.device)[2], codes)
+            turned = look_up(_angle_table(bits, level, dtype, codes.device)[2], codes)
             radius = (radius.unsqueeze(-1) * turned).flatten(-2)
         return radius

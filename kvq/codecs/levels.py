@@ -27,7 +27,7 @@ def nearest_level(x: Float[Tensor, "*shape"], middles: Float[Tensor, " _threshol
     return codes
 
 
-def looked_up(table: Tensor, codes: Integer[Tensor, "*shape"]) -> Tensor:
+def look_up(table: Tensor, codes: Integer[Tensor, "*shape"]) -> Tensor:
     """`table[codes]`, in half the time of indexing."""
     return table.index_select(0, codes.flatten().int()).view(*codes.shape, *table.shape[1:])
 
@@ -72,7 +72,7 @@ def levels_1d(values: Float[Tensor, " n"], weights: Float[Tensor, " n"], count: 
     if not len(points):
         points, share = values.double().cpu().numpy(), np.ones(len(values))
     if len(points) > _BINS:
-        points, share = _binned(points, share)
+        points, share = _bin(points, share)
     distinct = np.unique(points)
     if len(distinct) <= count:
         levels = np.concatenate([distinct, np.repeat(distinct[-1:], count - len(distinct))])
@@ -84,7 +84,7 @@ def levels_1d(values: Float[Tensor, " n"], weights: Float[Tensor, " n"], count: 
     return torch.from_numpy(levels)
 
 
-def _binned(points: np.ndarray, share: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def _bin(points: np.ndarray, share: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Weighted means and weights of the bins that hold a value."""
     low, high = points.min(), points.max()
     if low == high:
@@ -145,12 +145,12 @@ def codebooks(
     out = []
     for first in range(0, sets, together):
         some = slice(first, first + together)
-        begin = _plus_plus(points[some], weights[some], drawn[some].to(points.device))
+        begin = _kmeans_plus_plus(points[some], weights[some], drawn[some].to(points.device))
         out.append(_lloyd(points[some], weights[some], begin, iterations))
     return torch.cat(out)
 
 
-def _plus_plus(
+def _kmeans_plus_plus(
     points: Float[Tensor, "sets rows channels"],
     weights: Float[Tensor, "sets rows"],
     drawn: Float[Tensor, "sets count trials"],
@@ -218,24 +218,24 @@ _CLIPS = (1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3)
 """Of a row's largest magnitude, those that are tried as the end of its levels."""
 
 
-def row_steps(rows: Float[Tensor, "m n"], bits: Int[Tensor, " m"]) -> Float[Tensor, "m 1"]:
-    """The step of each row's `2^bits` levels, which lie about 0: that of the clips whose squared error is least."""
+def best_row_steps(rows: Float[Tensor, "m n"], bits: Int[Tensor, " m"]) -> Float[Tensor, "m 1"]:
+    """Step size per row of a symmetric uniform grid of `2^bits` levels, by a search over `_CLIPS` for least MSE."""
     half, largest = 2.0 ** (bits[:, None] - 1), rows.abs().amax(1, keepdim=True).clamp_min(_TINY)
     steps, least = largest / half, torch.full_like(largest, torch.inf)
     for clip in _CLIPS:
         tried = (clip * largest / half).float().double()
-        error = (levels_at(row_codes(rows, tried, half), tried, half) - rows).square().sum(1, keepdim=True)
+        error = (dequantize_rows(quantize_rows(rows, tried, half), tried, half) - rows).square().sum(1, keepdim=True)
         steps, least = torch.where(error < least, tried, steps), torch.minimum(error, least)
     return steps
 
 
-def row_codes(rows: Tensor, steps: Tensor, half: Tensor) -> Tensor:
-    """The nearest level of each number, counted from the lowest."""
+def quantize_rows(rows: Tensor, steps: Tensor, half: Tensor) -> Tensor:
+    """Codes `[m, n]`, 0 to `2 * half - 1`, on each row's grid; `half` `[m, 1]`: half its number of levels."""
     return (rows / steps + half - 0.5).round().clamp_min(0).minimum(2 * half - 1)
 
 
-def levels_at(codes: Tensor, steps: Tensor, half: Tensor) -> Tensor:
-    """What codes stand for."""
+def dequantize_rows(codes: Tensor, steps: Tensor, half: Tensor) -> Tensor:
+    """Inverse of `quantize_rows`: `(code + 0.5 - half) * step`, `[m, n]`."""
     return (codes + 0.5 - half) * steps
 
 

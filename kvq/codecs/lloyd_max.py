@@ -13,9 +13,9 @@ from jaxtyping import Float
 from scipy import special
 from torch import Size, Tensor
 
-from kvq.codecs.levels import Array, fixed_point, looked_up, nearest_level
+from kvq.codecs.levels import Array, fixed_point, look_up, nearest_level
 from kvq.codecs.packed import pack_parts, unpack_parts
-from kvq.codecs.quantizers import CodeQuantizer, Gain, Parts, Quantizer, choice, more_bits
+from kvq.codecs.quantizers import CodeQuantizer, Gain, Parts, Quantizer, checked_choice, more_bits
 from kvq.errors import Unsupported, at_least, check_seed, require
 
 MAX_BITS = 8
@@ -55,7 +55,7 @@ def density(t: Array, dim: float | int) -> Array:
 
 
 def _centroids(levels: Array, dim: float | int) -> Array:
-    """The mean of each level's cell."""
+    """Conditional mean of each positive level's cell (Lloyd's centroid condition)."""
     mass, mean = cells(levels, dim)
     return mean / mass
 
@@ -68,7 +68,7 @@ def optimal_levels(bits: int, dim: float | int) -> Array:
 
     Source: TurboQuant (arXiv 2504.19874), section 3.1; Max 1960 (Table I: N(0, 1)), Lloyd 1982.
     """
-    return fixed_point(lambda levels: _centroids(levels, dim), _of_density(2 ** (bits - 1), dim))
+    return fixed_point(lambda levels: _centroids(levels, dim), _point_density_levels(2 ** (bits - 1), dim))
 
 
 def trapezoid_levels(bits: int, dim: float | int) -> Array:
@@ -92,8 +92,8 @@ def trapezoid_levels(bits: int, dim: float | int) -> Array:
     return levels
 
 
-def _of_density(half: int, dim: float | int) -> Array:
-    """Levels of the optimal point density f^(1/3): f of another dimension, or N(0, 3)."""
+def _point_density_levels(half: int, dim: float | int) -> Array:
+    """`half` positive levels to start from: quantiles of the density proportional to f^(1/3) (Panter-Dite)."""
     centers = (np.arange(half) + 0.5) / half
     return quantile(centers, dim) * 3**0.5 if math.isinf(dim) else quantile(centers, (dim - 3) / 3 + 3)
 
@@ -112,7 +112,7 @@ def quantile(p: Array, dim: float | int) -> Array:
 
 
 def cell_probabilities(levels: Array, dim: int) -> Array:
-    """Probability of each level of the whole codebook, lowest level first."""
+    """Probability of each level of a symmetric codebook, lowest first, given its positive levels `levels`."""
     half, _ = cells(levels, dim)
     return np.concatenate([half[::-1], half])
 
@@ -163,11 +163,11 @@ class CodebookQuantizer(CodeQuantizer):
         self, bits: int, gain: Gain | str, made: Callable[..., Array], given: tuple[Any, ...], unit: bool = False
     ) -> None:
         require(1 <= bits <= MAX_BITS, "bits", bits, f"a Lloyd-Max codebook has 1 to {MAX_BITS} bits", Unsupported)
-        self.bits, self.gain, self.unit = bits, choice(Gain, gain, "gain"), unit
+        self.bits, self.gain, self.unit = bits, checked_choice(Gain, gain, "gain"), unit
         self._start = made, given
 
     @property
-    def _made(self) -> tuple[Callable[..., Array], tuple[Any, ...]]:
+    def _level_source(self) -> tuple[Callable[..., Array], tuple[Any, ...]]:
         """What makes the levels, and from what: of the bits as they are now, which a copy may have raised."""
         made, given = self._start
         return made, (self.bits, *given)
@@ -178,17 +178,17 @@ class CodebookQuantizer(CodeQuantizer):
 
     def levels(self, dim: int, dtype: torch.dtype) -> Float[Tensor, " levels"]:
         """All levels for `dim` channels, ascending."""
-        return _tables(*self._made, dim, dtype, torch.device("cpu"))[0]
+        return _tables(*self._level_source, dim, dtype, torch.device("cpu"))[0]
 
     def encode(self, x: Float[Tensor, "*lead heads tokens dim"], dtype: torch.dtype) -> Parts:
         """`codes.<plane>`: index of the nearest level."""
         self.check(x.shape[-1])
-        _, middles = _tables(*self._made, x.shape[-1], x.dtype, x.device)
+        _, middles = _tables(*self._level_source, x.shape[-1], x.dtype, x.device)
         return pack_parts(nearest_level(x, middles - torch.finfo(dtype).eps * _TIE), self.bits)
 
     def decode(self, parts: Parts, shape: Size, dtype: torch.dtype) -> Float[Tensor, "*lead heads tokens dim"]:
         codes = unpack_parts(parts, self.bits, shape[-2])
-        x = looked_up(_tables(*self._made, shape[-1], dtype, codes.device)[0], codes)
+        x = look_up(_tables(*self._level_source, shape[-1], dtype, codes.device)[0], codes)
         return torch.nn.functional.normalize(x, dim=-1) if self.unit else x
 
 
@@ -224,7 +224,7 @@ class LloydMaxQuantizer(CodebookQuantizer):
             bits = max(bits, least)
         if most is not None:
             bits = min(bits, most)
-        self.marginal: Marginal = choice(Marginal, marginal, "marginal")
+        self.marginal: Marginal = checked_choice(Marginal, marginal, "marginal")
         super().__init__(bits, gain, codebook, (self.marginal,), unit)
 
     def with_more_bits(self, extra: int, most: int) -> Quantizer:
@@ -254,7 +254,7 @@ def levels_from(bits: int, dim: int, start: Start, steps: int = 0, seed: int = 5
     """
     count = 2**bits
     if start == "kmeans_plus_plus":
-        levels = _drawn(count, dim, seed)
+        levels = _draw_levels(count, dim, seed)
     elif start == "even":
         end = float(quantile(np.array(_SUPPORT), dim))
         levels = np.linspace(-end, end, count)
@@ -267,7 +267,7 @@ def levels_from(bits: int, dim: int, start: Start, steps: int = 0, seed: int = 5
     return levels
 
 
-def _drawn(count: int, dim: int, seed: int) -> Array:
+def _draw_levels(count: int, dim: int, seed: int) -> Array:
     """Samples of a coordinate: one by chance, each further one by its squared distance from the others."""
     generator = np.random.default_rng([seed, _SAMPLES])  # no other part draws from this stream
     samples = quantile(generator.random(_SAMPLES), dim) * generator.choice([-1.0, 1.0], _SAMPLES)
@@ -295,4 +295,4 @@ class StartingCodebook(CodebookQuantizer):
     def __init__(self, bits: int, start: Start | str, gain: Gain | str = "none", steps: int = 0, seed: int = 5) -> None:
         at_least("steps", steps, 0)
         check_seed("seed", seed)
-        super().__init__(bits, gain, levels_from, (choice(Start, start, "start"), steps, seed))
+        super().__init__(bits, gain, levels_from, (checked_choice(Start, start, "start"), steps, seed))

@@ -12,7 +12,7 @@ from torch import Size, Tensor
 
 from kvq.codecs.calibrated import Calibrated, Moments, States, Tables, bind_codec, calibrated_parts, fit_codec
 from kvq.codecs.codec import Codec, check_nested
-from kvq.codecs.quantizers import Parts, Quantizer, choice, prefixed, to_stored, under
+from kvq.codecs.quantizers import Parts, Quantizer, checked_choice, to_stored, with_prefix, without_prefix
 from kvq.codecs.uniform import UniformQuantizer
 from kvq.errors import Unsupported, at_least, check_seed, require
 
@@ -70,12 +70,12 @@ class LowRankCorrection(Calibrated, Quantizer):
             at_least(setting, given, least)
         check_seed("seed", seed)
         self.base, self.rank, self.oversample, self.iterations, self.seed = base, rank, oversample, iterations, seed
-        self.svd: Svd = choice(Svd, svd, "svd")
+        self.svd: Svd = checked_choice(Svd, svd, "svd")
         self.below = below
 
     @property
     def bits(self) -> float | None:
-        """Of the base."""
+        """Bits per code of the base codec's quantizer; None: it has none."""
         return getattr(self.base.quantizer, "bits", None)
 
     @property
@@ -93,8 +93,8 @@ class LowRankCorrection(Calibrated, Quantizer):
     def fit(self, x: States, gradients: States | None, seed: int, moments: Moments | None = None) -> Tables:
         return fit_codec(self.base, x, gradients, None, seed, moments)
 
-    def bound(self, tables: Mapping[str, Tensor] | None, heads: int, head_dim: int) -> Calibrated:
-        other = super().bound(tables, heads, head_dim)
+    def bind(self, tables: Mapping[str, Tensor] | None, heads: int, head_dim: int) -> Calibrated:
+        other = super().bind(tables, heads, head_dim)
         assert isinstance(other, LowRankCorrection)
         other.base = bind_codec(self.base, tables, heads, head_dim)
         return other
@@ -108,12 +108,12 @@ class LowRankCorrection(Calibrated, Quantizer):
     def encode(self, x: Float[Tensor, "*lead heads tokens dim"], dtype: torch.dtype) -> Parts:
         found = self.base.encode_block(x, dtype=dtype)
         if not self.corrects:
-            return prefixed(found, _PREFIX)
+            return with_prefix(found, _PREFIX)
         rest = x - self.base.decode_block(found, x.shape, x.dtype)
-        return prefixed(found, _PREFIX) | stored_factors(self._factors(rest.flatten(0, -3)), x.shape)
+        return with_prefix(found, _PREFIX) | stored_factors(self._factors(rest.flatten(0, -3)), x.shape)
 
     def decode(self, parts: Parts, shape: Size, dtype: torch.dtype) -> Float[Tensor, "*lead heads tokens dim"]:
-        out = self.base.decode_block(under(parts, _PREFIX), shape, dtype)
+        out = self.base.decode_block(without_prefix(parts, _PREFIX), shape, dtype)
         return out + product(parts, shape, dtype) if self.corrects else out
 
 
@@ -218,7 +218,7 @@ class SparseLowRank(Quantizer):
 
     @property
     def bits(self) -> int:
-        """Of the backbone."""
+        """Bits per code of the backbone quantizer."""
         return self.backbone.bits
 
     @property
@@ -239,7 +239,7 @@ class SparseLowRank(Quantizer):
         """The vectors whose extremes are kept, along dim -2 (keys) or -1 (values, heads joined)."""
         return x if self._per_channel else x.transpose(-3, -2).flatten(-2).unsqueeze(-3)
 
-    def _back(self, vectors: Tensor, shape: Size) -> Tensor:
+    def _unflatten(self, vectors: Tensor, shape: Size) -> Tensor:
         if self._per_channel:
             return vectors
         return vectors.squeeze(-3).unflatten(-1, (shape[-3], shape[-1])).transpose(-3, -2)
@@ -262,13 +262,13 @@ class SparseLowRank(Quantizer):
         out = torch.zeros_like(vectors, dtype=torch.bool).scatter_(dim, at, True)
         others = vectors.masked_fill(out, 0)
         mean = others.sum(dim, keepdim=True) / max(vectors.shape[dim] - at.shape[dim], 1)
-        kept = self._back(torch.where(out, mean, vectors), x.shape).contiguous()
+        kept = self._unflatten(torch.where(out, mean, vectors), x.shape).contiguous()
         parts = self.backbone.encode(kept, dtype)
         parts |= {"extremes": values, "extremes_at": (at - _HALF).to(torch.int16)}
         rank = self._rank(x.shape[-2], x.shape[-1])
         if not rank:
             return parts
-        rest = (kept - self.backbone.decode(parts, x.shape, x.dtype)).masked_fill(self._back(out, x.shape), 0)
+        rest = (kept - self.backbone.decode(parts, x.shape, x.dtype)).masked_fill(self._unflatten(out, x.shape), 0)
         factors = power_iteration(rest.reshape(-1, *rest.shape[-2:]), rank, self.iterations, self.seed)
         return parts | stored_factors(factors, x.shape)
 
@@ -278,4 +278,4 @@ class SparseLowRank(Quantizer):
             out = out + product(parts, shape, dtype)
         at = parts["extremes_at"].long() + _HALF
         vectors = self._vectors(out).scatter(-2 if self._per_channel else -1, at, parts["extremes"].to(dtype))
-        return self._back(vectors, shape)
+        return self._unflatten(vectors, shape)

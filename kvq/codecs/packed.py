@@ -139,6 +139,7 @@ class Packed:
 
     @property
     def tokens(self) -> int:
+        """Number of tokens in all blocks."""
         return sum(run.tokens * run.count for run in self.runs)
 
     def by_run(self) -> Iterator[tuple[BlockRun, dict[str, Tensor]]]:
@@ -149,8 +150,8 @@ class Packed:
             yield run, {name: part.narrow(2, start[name], rows[name]) for name, part in self.parts.items()}
             start = {name: start[name] + rows[name] for name in start}
 
-    def leading(self, tokens: int) -> int:
-        """Tokens of the first whole blocks that lie within the first `tokens`."""
+    def whole_block_tokens(self, tokens: int) -> int:
+        """The largest number of tokens, at most `tokens`, that the first blocks make up exactly."""
         found = 0
         for run in self.runs:
             count = min(run.count, (tokens - found) // run.tokens)
@@ -159,8 +160,8 @@ class Packed:
                 break
         return found
 
-    def behind(self, tokens: int) -> Packed:
-        """Views without the first `tokens` tokens, which must be whole blocks; parts that are lists have no views."""
+    def without_first(self, tokens: int) -> Packed:
+        """Views of all blocks after the first `tokens` tokens, which end a block; not for lists of varying length."""
         runs: list[BlockRun] = []
         start, gone = dict.fromkeys(self.parts, 0), tokens
         for run in self.runs:
@@ -174,7 +175,7 @@ class Packed:
 
     @property
     def token_widths(self) -> dict[str, int]:
-        """Bits of a token in every part of whole units; 8 where a token has a row of its own, of any dtype."""
+        """Bits each token takes in a byte column of each part, from the rows per `UNIT`; 8: one row per token."""
         return {name: 8 * rows // UNIT for name, rows in self.runs[0].rows.items()}
 
     @property
@@ -245,7 +246,7 @@ class Growable:
         return Growable(self.view.index_select(0, index.to(self.view.device)))
 
 
-def grown(held: Growable | None, more: Tensor) -> Growable:
+def append_rows(held: Growable | None, more: Tensor) -> Growable:
     """Append rows to a tensor that grows, or begin one (None)."""
     if held is None:
         return Growable(more)
@@ -288,7 +289,7 @@ class PackedStore:
         return PackedStore(dataclasses.replace(packed, parts=parts, batch=int(index.numel())))
 
 
-def by_token(parts: Mapping[str, Tensor], widths: Mapping[str, int], tokens: int) -> dict[str, Tensor]:
+def unpack_tokens(parts: Mapping[str, Tensor], widths: Mapping[str, int], tokens: int) -> dict[str, Tensor]:
     """Every part with one row for each of `tokens` tokens: planes of 1, 2 or 4 bits are unpacked."""
     return {
         name: unpack([part], widths[name], tokens) if widths[name] in PLANES else part[..., :tokens, :]
@@ -296,8 +297,8 @@ def by_token(parts: Mapping[str, Tensor], widths: Mapping[str, int], tokens: int
     }
 
 
-def together(parts: Mapping[str, Tensor], widths: Mapping[str, int]) -> dict[str, Tensor]:
-    """Inverse of `by_token`: the codes of consecutive tokens share bytes again."""
+def pack_tokens(parts: Mapping[str, Tensor], widths: Mapping[str, int]) -> dict[str, Tensor]:
+    """Inverse of `unpack_tokens`: the codes of consecutive tokens share bytes again."""
     return {
         name: pack(part, widths[name])[0] if widths[name] in PLANES else part.clone() for name, part in parts.items()
     }

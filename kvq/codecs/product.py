@@ -166,6 +166,7 @@ class ProductQuantizer(GroupedIndices):
         return torch.stack([self._fit(sequence) for sequence in x])
 
     def _fit(self, x: Float[Tensor, "heads tokens dim"]) -> Float[Tensor, "1 entries channels"]:
+        """Centroids of one sequence in fp16 by k-means over at most `rows` tokens of all heads, group after group."""
         points = self.grouped(x.float()).transpose(0, 1).flatten(1, 2)
         count = points.shape[1]
         kept = torch.arange(min(count, self.rows), device=x.device) * count // min(count, self.rows)
@@ -181,7 +182,7 @@ class ProductQuantizer(GroupedIndices):
         return other
 
     def _centroids(self, heads: int, dtype: torch.dtype) -> list[Float[Tensor, "heads groups count channels"]]:
-        """Of each sequence."""
+        """Centroids of each sequence, broadcast to all heads."""
         if self._book is None:
             raise Unsupported("ProductQuantizer: its codebooks belong to a sequence; use kvq.codecs.PrefillCodec")
         return [book.to(dtype).expand(heads, -1, -1, -1) for book in self._book]
@@ -236,7 +237,7 @@ class PrefillCodec(Codec):
 
     def encode(self, x: BatchStates, block: int | None = None, rope: Rope | None = None) -> Packed:
         self._check_rope(rope, x.shape[2])
-        book = self._product.fit(self.staged(x, rope))
+        book = self._product.fit(self.apply_stages(x, rope))
         packed = self._by(book).encode(x, block, rope)
         return replace(packed, parts=packed.parts | {_BOOK: book})
 

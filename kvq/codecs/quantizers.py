@@ -25,8 +25,8 @@ Gain = Literal["none", "l2", "norm", "parallel", "unit"]
 """
 
 
-def choice(kind: Any, value: str, setting: str) -> Any:
-    """The value, which is one of the names of the `Literal` that is its `kind`."""
+def checked_choice(kind: Any, value: str, setting: str) -> Any:
+    """`value`, if the `Literal` type `kind` allows it; else raise `ConfigError` naming `setting`."""
     check_choice(setting, value, get_args(kind))
     return value
 
@@ -44,12 +44,12 @@ def check_group(setting: str, size: int | None, whole: str) -> None:
     require(size is None or size >= 1, setting, size, f"at least 1, or null for {whole}")
 
 
-def under(parts: Mapping[str, Tensor], prefix: str) -> Parts:
-    """The parts (or tables) whose names begin with `prefix`, named without it; the inverse of `prefixed`."""
+def without_prefix(parts: Mapping[str, Tensor], prefix: str) -> Parts:
+    """The parts (or tables) whose names begin with `prefix`, named without it; the inverse of `with_prefix`."""
     return {name[len(prefix) :]: part for name, part in parts.items() if name.startswith(prefix)}
 
 
-def prefixed(parts: Mapping[str, Tensor], prefix: str) -> Parts:
+def with_prefix(parts: Mapping[str, Tensor], prefix: str) -> Parts:
     """The same parts with `prefix` before their names."""
     return {f"{prefix}{name}": part for name, part in parts.items()}
 

@@ -82,7 +82,7 @@ class _RopeStage(Stage):
     def __init__(self, before_values: bool = False) -> None:
         self.before_values = before_values
 
-    def _turned(self, x: Float[Tensor, "*lead heads tokens dim"], rope: Rope | None, back: bool) -> Tensor:
+    def _rotate(self, x: Float[Tensor, "*lead heads tokens dim"], rope: Rope | None, back: bool) -> Tensor:
         assert rope is not None
         if not self.before_values:
             return rope.rotate(x, back)
@@ -90,10 +90,10 @@ class _RopeStage(Stage):
         return torch.cat([rope.rotate(keys, back), values], -3)
 
     def forward(self, x: Tensor, rope: Rope | None = None) -> tuple[Tensor, Side]:
-        return self._turned(x, rope, self.back), {}
+        return self._rotate(x, rope, self.back), {}
 
     def inverse(self, y: Tensor, side: Side, rope: Rope | None = None) -> Tensor:
-        return self._turned(y, rope, not self.back)
+        return self._rotate(y, rope, not self.back)
 
 
 class UndoRope(_RopeStage):

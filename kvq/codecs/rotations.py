@@ -18,7 +18,7 @@ from jaxtyping import Float
 from scipy import linalg
 from torch import Tensor
 
-from kvq.codecs.quantizers import choice
+from kvq.codecs.quantizers import checked_choice
 from kvq.codecs.stages import Side, Stage
 from kvq.errors import ConfigError, Unsupported
 
@@ -189,7 +189,7 @@ class RandomizedHadamard(Hadamard):
     ) -> None:
         super().__init__(block, interleaved, normalized)
         self.seed = seed
-        self.draw: Draw = choice(Draw, draw, "draw")
+        self.draw: Draw = checked_choice(Draw, draw, "draw")
 
     def matrix(self, head_dim: int, like: Tensor) -> Tensor:
         return _signs(head_dim, self.seed, self.draw, like.dtype, like.device) * super().matrix(head_dim, like)
@@ -241,7 +241,7 @@ def rotation(dim: int, seed: int, dtype: torch.dtype, device: torch.device) -> F
     return q.to(device=device, dtype=dtype)
 
 
-def signed(vectors: Float[Tensor, "*lead n count"]) -> Float[Tensor, "*lead n count"]:
+def fix_signs(vectors: Float[Tensor, "*lead n count"]) -> Float[Tensor, "*lead n count"]:
     """Columns with their entry of largest magnitude positive; of equal ones, the first."""
     size = vectors.abs()
     first = (size >= _NEAR * size.amax(-2, keepdim=True)).byte().argmax(-2, keepdim=True)
@@ -251,7 +251,7 @@ def signed(vectors: Float[Tensor, "*lead n count"]) -> Float[Tensor, "*lead n co
 def eigenvectors(
     matrix: Float[Tensor, "*lead n n"],
 ) -> tuple[Float[Tensor, "*lead n"], Float[Tensor, "*lead n n"]]:
-    """Eigenvalues of symmetric matrices, ascending, and the eigenvectors as columns, `signed`.
+    """Eigenvalues of symmetric matrices, ascending, and the eigenvectors as columns, with signs by `fix_signs`.
 
     Eigenvalues that rounding does not tell apart, n ε times the largest, share a space. Its basis is what Gram-Schmidt
     with pivots makes of the unit vectors' projections to it, so a diagonal matrix has unit vectors.
@@ -265,7 +265,7 @@ def eigenvectors(
     for start, end in itertools.pairwise([0, *ends]):
         if end - start > 1:
             basis[:, start:end] = _basis(basis[:, start:end])
-    return spectrum, signed(basis)
+    return spectrum, fix_signs(basis)
 
 
 def _basis(vectors: Float[Tensor, "n count"]) -> Float[Tensor, "n count"]:

@@ -13,8 +13,8 @@ from jaxtyping import Float, Int, UInt8
 from torch import Tensor
 
 from kvq.codecs.calibrated import JointTransform, Tables
-from kvq.codecs.levels import levels_at, pack_rows, row_codes, row_steps, unpack_rows
-from kvq.codecs.quantizers import choice, to_stored
+from kvq.codecs.levels import best_row_steps, dequantize_rows, pack_rows, quantize_rows, unpack_rows
+from kvq.codecs.quantizers import checked_choice, to_stored
 from kvq.codecs.rotations import eigenvectors, per_block
 from kvq.errors import at_least, require
 
@@ -68,7 +68,7 @@ def ledoit_wolf(second: Float[Tensor, "n n"], fourth: float, tokens: int) -> flo
     return min(noise / away, 1.0) if away > 0 and len(second) > 1 else 0.0
 
 
-def _shrunk(second: Float[Tensor, "n n"], fourth: float | None, tokens: int) -> Float[Tensor, "n n"]:
+def _shrink(second: Float[Tensor, "n n"], fourth: float | None, tokens: int) -> Float[Tensor, "n n"]:
     assert fourth is not None, "moments without a fourth"
     mean = second.diagonal().mean() * torch.eye(len(second), dtype=second.dtype)
     return torch.lerp(second, mean, ledoit_wolf(second, fourth, tokens))
@@ -94,7 +94,7 @@ def metric_basis(
     return spectrum * varies, root @ turn / deviation, deviation[:, None] * (turn.mT @ back)
 
 
-def adapted(
+def best_encoder(
     rows: Float[Tensor, "m n"], metric: Float[Tensor, "n n"], covariance: Float[Tensor, "n n"]
 ) -> tuple[Float[Tensor, "n m"], Float[Tensor, " m"], Float[Tensor, " m"]]:
     """The encoder that loses least with rows B as decoder, deviations of its components, and their costs λ.
@@ -116,8 +116,8 @@ class FisherTransform(JointTransform):
     come in the order of λ, descending, and those without bits are not computed.
 
     With `tables` of integers only the inverse is rounded, row by row: the bits are then shared out anew over the
-    components of the encoder that is best for the rounded rows (`adapted`). `width+c` gives a row c bits more than its
-    component has: as rows are as long as their components' deviations, all then have about the same absolute error.
+    components of the encoder that is best for the rounded rows (`best_encoder`). `width+c` gives a row c bits more than
+    its component has: as rows are as long as their components' deviations, all then have about the same absolute error.
 
     Args:
         metric: see `Metric`.
@@ -158,7 +158,7 @@ class FisherTransform(JointTransform):
         with_values: bool = False,
         folded: bool = False,
     ) -> None:
-        self.metric: Metric = choice(Metric, metric, "metric")
+        self.metric: Metric = checked_choice(Metric, metric, "metric")
         if heads_together is not None:
             at_least("heads_together", heads_together, 1)
         at_least("left_out", left_out, 0)
@@ -184,9 +184,9 @@ class FisherTransform(JointTransform):
         found = [metric_basis(covariance, fisher) for covariance, fisher in self._blocks(moments)]
         spectra, forward, inverse = zip(*found, strict=True)
         tables = {"mean": moments.mean.float()[None]}
-        return self._assembled(tables, spectra, {"forward": forward, "inverse": inverse})
+        return self._assemble(tables, spectra, {"forward": forward, "inverse": inverse})
 
-    def rounded(self, tables: Tables, moments: JointMoments, widths: UInt8[Tensor, " n"]) -> Tables:
+    def round_tables(self, tables: Tables, moments: JointMoments, widths: UInt8[Tensor, " n"]) -> Tables:
         """The tables of `fit_joint`, with the rows of components that have bits as they will be stored."""
         own = torch.zeros(len(widths), dtype=torch.long)
         own[tables["order"][0].long()] = widths.long()
@@ -198,20 +198,22 @@ class FisherTransform(JointTransform):
             kept = width > 0 if bool(width.any()) else torch.arange(size) < 1
             bits = self._row_bits(width[kept])
             half, exact = 2.0 ** (bits[:, None] - 1), rows.double()[:size][kept]
-            steps = row_steps(exact, bits)
-            forward, sizes, costs = adapted(levels_at(row_codes(exact, steps, half), steps, half), fisher, covariance)
+            steps = best_row_steps(exact, bits)
+            forward, sizes, costs = best_encoder(
+                dequantize_rows(quantize_rows(exact, steps, half), steps, half), fisher, covariance
+            )
             at = costs.argsort(descending=True)
             steps, half, exact = steps[at], half[at], exact[at]
-            found = levels_at(row_codes(exact, steps, half), steps, half) * sizes[at, None]
+            found = dequantize_rows(quantize_rows(exact, steps, half), steps, half) * sizes[at, None]
             more = (0, size - len(at))
             spectra.append(torch.nn.functional.pad(costs[at], more))
             parts = (forward[:, at] / sizes[at]).mT, found, steps * sizes[at, None], bits[at, None]
             for name, part in zip(made, parts, strict=True):
                 made[name].append(torch.nn.functional.pad(part, (0, 0, *more)))
         made["forward"] = [part.mT for part in made["forward"]]
-        return self._assembled({"mean": tables["mean"]}, spectra, made)
+        return self._assemble({"mean": tables["mean"]}, spectra, made)
 
-    def _assembled(self, tables: Tables, spectra: Sequence[Tensor], made: Mapping[str, Sequence[Tensor]]) -> Tables:
+    def _assemble(self, tables: Tables, spectra: Sequence[Tensor], made: Mapping[str, Sequence[Tensor]]) -> Tables:
         """The tables, with parts of each group stacked, those of a smaller last group apart, and the order of all λ."""
         alike = sum(len(own) == len(spectra[0]) for own in spectra)
         for name, parts in made.items():
@@ -229,14 +231,14 @@ class FisherTransform(JointTransform):
         unit = 2 if self.with_values else 1
         together = heads if self.heads_together is None else min(self.heads_together * unit, heads)
         size = n // heads * together
-        order = self._ordered(n, heads)
+        order = self._channel_order(n, heads)
         covariance, fisher = (part[order][:, order] for part in (self._covariance(moments), self._fisher(moments)))
         groups = [slice(start, min(start + size, n)) for start in range(0, n, size)]
         return [(covariance[group, group], fisher[group, group]) for group in groups]
 
     def _covariance(self, moments: JointMoments) -> Float[Tensor, "n n"]:
         if self.mixing == LEDOIT_WOLF:
-            return _shrunk(moments.covariance, moments.fourth, moments.tokens)
+            return _shrink(moments.covariance, moments.fourth, moments.tokens)
         return torch.lerp(moments.covariance, moments.covariance.diagonal().diag(), float(self.mixing))
 
     def _fisher(self, moments: JointMoments) -> Float[Tensor, "n n"]:
@@ -246,11 +248,11 @@ class FisherTransform(JointTransform):
         if self.metric == "none":
             return mean
         if shrunk:
-            fisher = _shrunk(fisher, moments.fisher_fourth, moments.tokens)
+            fisher = _shrink(fisher, moments.fisher_fourth, moments.tokens)
         kept = fisher if self.metric == "full" else fisher.diagonal().diag()
         return kept if shrunk else kept + float(self.ridge) * mean
 
-    def trimmed(self, tables: Tables, used: int) -> Tables:
+    def trim_tables(self, tables: Tables, used: int) -> Tables:
         """The tables of the first `used` components, at least one, as they are stored."""
         order = tables["order"][0, : max(used, 1)].long()
         kept, out = torch.empty_like(order), dict(tables)
@@ -269,7 +271,7 @@ class FisherTransform(JointTransform):
             if self.rounds:
                 bits = (out.pop(f"{prefix}row_bits")[..., 0] * used_rows).to(torch.uint8)
                 rows, steps = out.pop(f"{prefix}inverse").flatten(0, 1), out[f"{prefix}steps"].flatten(0, 1)
-                codes = row_codes(rows, steps.clamp_min(_NOTHING), 2.0 ** (bits.flatten()[:, None].float() - 1))
+                codes = quantize_rows(rows, steps.clamp_min(_NOTHING), 2.0 ** (bits.flatten()[:, None].float() - 1))
                 out[f"{prefix}row_bits"] = bits
                 out[f"{prefix}codes"] = pack_rows(codes, bits.flatten().tolist())
             before, after = before + groups * channels, after + groups * most
@@ -286,16 +288,16 @@ class FisherTransform(JointTransform):
         found = []
         for prefix in _prefixes(tables):
             own = tables.get(f"{prefix}{name}", tables.get(f"{FOLDED}{prefix}{name}"))
-            found += [*(self._whole(tables, prefix) if own is None else own)]
+            found += [*(self._dequantize_inverse(tables, prefix) if own is None else own)]
         return found
 
     @staticmethod
-    def _whole(tables: Mapping[str, Tensor], prefix: str) -> Float[Tensor, "groups m channels"]:
-        """The inverse that integers stand for."""
+    def _dequantize_inverse(tables: Mapping[str, Tensor], prefix: str) -> Float[Tensor, "groups m channels"]:
+        """The inverse matrices from their stored integer codes and steps."""
         bits, steps = tables[f"{prefix}row_bits"].cpu()[..., None], tables[f"{prefix}steps"].cpu()
         columns = tables.get(f"{prefix}forward", tables.get(f"{FOLDED}{prefix}forward")).shape[1]  # type: ignore[union-attr]
         codes = unpack_rows(tables[f"{prefix}codes"].cpu(), bits.flatten().tolist(), columns)
-        found = levels_at(codes.unflatten(0, (len(bits), -1)), steps.double(), 2.0 ** (bits.double() - 1))
+        found = dequantize_rows(codes.unflatten(0, (len(bits), -1)), steps.double(), 2.0 ** (bits.double() - 1))
         return (found * (bits > 0)).float()
 
     def _matrices(self, name: str, like: Tensor) -> list[Float[Tensor, "rows columns"]]:
@@ -307,7 +309,7 @@ class FisherTransform(JointTransform):
             self._cast[key] = found  # type: ignore[assignment]
         return self._cast[key]  # type: ignore[return-value]
 
-    def _ordered(self, n: int, heads: int) -> Int[Tensor, " n"]:
+    def _channel_order(self, n: int, heads: int) -> Int[Tensor, " n"]:
         """Channels in the order of the groups: each head's values behind its keys, where groups have both."""
         places = torch.arange(n)
         return places.view(2, heads // 2, -1).transpose(0, 1).flatten() if self.with_values else places
@@ -315,7 +317,7 @@ class FisherTransform(JointTransform):
     def _components(self, rows: Float[Tensor, "*lead tokens n"], like: Tensor) -> Float[Tensor, "*lead tokens m"]:
         order, matrices = self.table("order", like)[0].long(), self._matrices("forward", like)
         if self.with_values:
-            rows = rows.index_select(-1, self._ordered(rows.shape[-1], like.shape[-3]).to(like.device))
+            rows = rows.index_select(-1, self._channel_order(rows.shape[-1], like.shape[-3]).to(like.device))
         parts = rows.split([len(own) for own in matrices], -1)
         found = [per_block(*pair) for pair in zip(parts, matrices, strict=True)]
         return torch.cat(found, -1).index_select(-1, order)
@@ -324,11 +326,11 @@ class FisherTransform(JointTransform):
         self, components: Float[Tensor, "*lead tokens n"], like: Tensor, some: slice
     ) -> Float[Tensor, "*lead tokens channels"]:
         if self.with_values:  # of a group's rows some are keys and some are values
-            places = self._ordered(components.shape[-1], like.shape[-3]).argsort()[some].to(like.device)
-            return self._of_groups(components, like, slice(0, components.shape[-1])).index_select(-1, places)
-        return self._of_groups(components, like, some)
+            places = self._channel_order(components.shape[-1], like.shape[-3]).argsort()[some].to(like.device)
+            return self._group_states(components, like, slice(0, components.shape[-1])).index_select(-1, places)
+        return self._group_states(components, like, some)
 
-    def _of_groups(self, components: Tensor, like: Tensor, some: slice) -> Tensor:
+    def _group_states(self, components: Tensor, like: Tensor, some: slice) -> Tensor:
         """As `_states`, of channels in the order of the groups."""
         order, matrices = self.table("order", like)[0].long(), self._matrices("inverse", like)
         flat, counts = components[..., : len(order)], [len(own) for own in matrices]
@@ -343,5 +345,5 @@ class FisherTransform(JointTransform):
 
 
 def _prefixes(tables: Mapping[str, Tensor]) -> list[str]:
-    """Of the names of a `FisherTransform`'s matrices: those of groups of equal size, and of a smaller last one."""
+    """Name prefixes of the matrices present: "" for groups of equal size, "last_" for a smaller last group."""
     return ["", "last_"] if any(name.endswith("last_forward") for name in tables) else [""]

@@ -12,7 +12,7 @@ from torch import Size, Tensor
 
 from kvq.codecs.lloyd_max import MAX_BITS, LloydMaxQuantizer, Marginal
 from kvq.codecs.packed import pack, unpack
-from kvq.codecs.quantizers import CodeQuantizer, Parts, Quantizer, choice, more_bits, to_stored
+from kvq.codecs.quantizers import CodeQuantizer, Parts, Quantizer, checked_choice, more_bits, to_stored
 from kvq.codecs.rotations import per_block, rotation
 from kvq.errors import ConfigError, Unsupported, at_least
 
@@ -58,7 +58,7 @@ class InnerProductQuantizer(CodeQuantizer):
             raise Unsupported(
                 f"bits={self.bits}: the inner-product form has 2 to {MAX_BITS} bits, one of them for signs"
             )
-        self.sketch: Sketch = choice(Sketch, sketch, "sketch")
+        self.sketch: Sketch = checked_choice(Sketch, sketch, "sketch")
         self._codes = LloydMaxQuantizer(self.bits - 1, marginal=marginal)
 
     @property
@@ -155,7 +155,7 @@ class SketchQuantizer(Quantizer):
             raise ConfigError(f"outlier_ratio={outlier_ratio}: at most ratio ({ratio}) where shared_rows=true")
         self.ratio, self.outliers, self.outlier_ratio, self.seed = ratio, outliers, outlier_ratio, seed
         self.shared_rows, self.group_size = shared_rows, group_size
-        self.sketch: Sketch = choice(Sketch, sketch, "sketch")
+        self.sketch: Sketch = checked_choice(Sketch, sketch, "sketch")
 
     @property
     def token_group(self) -> int | None:  # type: ignore[override]
@@ -180,7 +180,7 @@ class SketchQuantizer(Quantizer):
         negative = per_block(x, self._matrix(x.shape[-1], x, x.dtype, outlier).mT) < 0
         return pack(negative.to(torch.uint8), 1)[0]
 
-    def _restored(self, signs: Tensor, norm: Tensor, shape: Size, dtype: torch.dtype, outlier: bool) -> Tensor:
+    def _estimate(self, signs: Tensor, norm: Tensor, shape: Size, dtype: torch.dtype, outlier: bool) -> Tensor:
         matrix = self._matrix(shape[-1], signs, dtype, outlier)
         plus_minus = unpack([signs], 1, shape[-2]).to(dtype).mul_(-2).add_(1)
         return per_block(plus_minus, matrix) * norm / (matrix.shape[0] * sketch_constant(self.sketch, shape[-1]))
@@ -208,11 +208,11 @@ class SketchQuantizer(Quantizer):
         """The linear estimators of both groups on their channels, which give QJL's inner products with a query."""
         norm = parts["norm"].to(dtype)
         if not self.outliers:
-            return self._restored(parts["signs"], norm, shape, dtype, False)
+            return self._estimate(parts["signs"], norm, shape, dtype, False)
         outlier_norm = parts["outlier_norm"].to(dtype)
         rest = (norm.square() - outlier_norm.square()).clamp_min(0).sqrt()  # rounding can make the part the larger
-        x = self._restored(parts["signs"], rest, shape, dtype, False)
-        apart = self._restored(parts["outlier_signs"], outlier_norm, shape, dtype, True)
+        x = self._estimate(parts["signs"], rest, shape, dtype, False)
+        apart = self._estimate(parts["outlier_signs"], outlier_norm, shape, dtype, True)
         return torch.where(self._mask(parts["channels"], shape), apart, x)
 
 

@@ -14,7 +14,7 @@ from torch import Size, Tensor
 from kvq.codecs.calibrated import calibrated_parts
 from kvq.codecs.codec import Blocks, Codec, check_nested
 from kvq.codecs.packed import pack, unpack
-from kvq.codecs.quantizers import Parts, Quantizer, prefixed, shared_group, under
+from kvq.codecs.quantizers import Parts, Quantizer, shared_group, with_prefix, without_prefix
 from kvq.codecs.rope import Rope, rope_table
 from kvq.errors import ConfigError, Unsupported, require
 
@@ -72,7 +72,7 @@ class Split(Quantizer):
             if size:
                 own = list(shape)
                 own[self.axis] = size
-                pieces.append(codec.decode_block(under(parts, f"{name}."), Size(own), dtype))
+                pieces.append(codec.decode_block(without_prefix(parts, f"{name}."), Size(own), dtype))
         order = self._order(group).expand(shape)
         out = torch.empty(shape, dtype=dtype, device=group.device)
         return out.scatter_(self.axis, order, torch.cat(pieces, self.axis))
@@ -155,7 +155,8 @@ class TokenSplit(TwoWaySplit):
         chosen = scores.topk(self.count(scores.shape[-1]), -1).indices
         return torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, chosen, True)
 
-    def _spread(self, x: Tensor) -> Tensor:
+    def _spread_mask(self, x: Tensor) -> Tensor:
+        """Salient tokens evenly spaced over the block, `[..., heads or 1, tokens]` (without a policy)."""
         tokens, count = x.shape[-2], self.count(x.shape[-2])
         mask = torch.zeros(tokens, dtype=torch.bool, device=x.device)
         mask[torch.arange(count, device=x.device) * tokens // max(count, 1)] = True
@@ -163,7 +164,7 @@ class TokenSplit(TwoWaySplit):
 
     def encode(self, x: Float[Tensor, "*lead heads tokens dim"], dtype: torch.dtype) -> Parts:
         """`mask` `[..., heads or 1, ceil(tokens / 8), 1]` and the parts of both codecs."""
-        mask = (self._spread(x) if self.mask is None else self.mask).unsqueeze(-1)
+        mask = (self._spread_mask(x) if self.mask is None else self.mask).unsqueeze(-1)
         return {"mask": pack(mask.to(torch.uint8), 1)[0]} | self._encode_mask(x, mask, self.count(x.shape[-2]), dtype)
 
     def decode(self, parts: Parts, shape: Size, dtype: torch.dtype) -> Float[Tensor, "*lead heads tokens dim"]:
@@ -194,20 +195,20 @@ class TokenTiers(Split):
                 raise Unsupported(f"tiers.{number}: its tokens share statistics, but move to other tiers one by one")
         super().__init__({f"tier{number}": codec for number, codec in enumerate(tiers)})
 
-    def _evenly(self, x: Tensor, tokens: int) -> tuple[Tensor, list[int]]:
-        """Tiers of a block without a policy `[1, tokens, 1]`, and how many tokens each has."""
+    def _tiers_in_turn(self, x: Tensor, tokens: int) -> tuple[Tensor, list[int]]:
+        """Default tiers of a block, token index modulo the number of tiers, `[1, tokens, 1]`; and tokens per tier."""
         tiers = torch.arange(tokens, device=x.device) % len(self.codecs)
         return tiers[None, :, None].to(torch.uint8), tiers.bincount(minlength=len(self.codecs)).tolist()
 
     def encode(self, x: Float[Tensor, "*lead heads tokens dim"], dtype: torch.dtype) -> Parts:
         """`tier` `[..., 1, ceil(tokens / 4), 1]` and the parts of all codecs."""
-        tiers, sizes = self._evenly(x, x.shape[-2])
+        tiers, sizes = self._tiers_in_turn(x, x.shape[-2])
         stored = pack(tiers.expand(*x.shape[:-3], 1, -1, 1), TIER_BITS)[0]
         return {"tier": stored} | self._encode_groups(x, tiers, sizes, dtype)
 
     def decode(self, parts: Parts, shape: Size, dtype: torch.dtype) -> Float[Tensor, "*lead heads tokens dim"]:
         tiers = unpack([parts["tier"]], TIER_BITS, shape[-2])
-        _, sizes = self._evenly(tiers, shape[-2])
+        _, sizes = self._tiers_in_turn(tiers, shape[-2])
         return self._decode_groups(parts, tiers, sizes, shape, dtype)
 
 
@@ -288,14 +289,14 @@ class HeadsCodec(Codec):
         *pieces, whole = self._split(blocks)
         parts = Parts()
         for i, (codec, piece) in enumerate(zip(self._own, pieces, strict=True)):
-            parts |= prefixed(codec.encode_block(piece, rope, dtype), f"heads{i}.")
+            parts |= with_prefix(codec.encode_block(piece, rope, dtype), f"heads{i}.")
         return {**parts, _WHOLE: whole.to(dtype or blocks.dtype, copy=True)} if whole.shape[-3] else parts
 
     def decode_block(self, parts: Parts, shape: Size, dtype: torch.dtype, rope: Rope | None = None) -> Blocks:
         out = []
         for i, codec in enumerate(self._own):
             heads = Size([*shape[:-3], len(self._groups[i]), *shape[-2:]])
-            out.append(codec.decode_block(under(parts, f"heads{i}."), heads, dtype, rope))
+            out.append(codec.decode_block(without_prefix(parts, f"heads{i}."), heads, dtype, rope))
         if _WHOLE in parts:
             out.append(parts[_WHOLE].to(dtype))
         return torch.cat(out, -3)[..., self._back, :, :]

@@ -15,7 +15,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from kvq.codecs.packed import MAX_BITS, pack_parts, unpack_parts
-from kvq.codecs.quantizers import Axis, Parts, check_group, choice, to_stored
+from kvq.codecs.quantizers import Axis, Parts, check_group, checked_choice, to_stored
 from kvq.errors import Unsupported, require
 
 Side = dict[str, Tensor]
@@ -88,16 +88,16 @@ class DoubleQuant:
         require(2 <= bits <= MAX_BITS, "double_quant.bits", bits, f"2 to {MAX_BITS}", Unsupported)
         check_group("double_quant.group_size", group_size, "one group")
         self.bits, self.group_size, self.signed = bits, group_size, signed
-        self.axis: Axis = choice(Axis, axis, "double_quant.axis")
+        self.axis: Axis = checked_choice(Axis, axis, "double_quant.axis")
         self._top = 2 ** (bits - 1) - 1 if signed else 2**bits - 1
 
-    def _turned(self, x: Tensor) -> Tensor:
+    def _transpose(self, x: Tensor) -> Tensor:
         """The grouped axis as rows; its own inverse."""
         return x if self.axis == "per_channel" else x.mT
 
     def encode(self, x: Float[Tensor, "*lead rows columns"]) -> Parts:
         """`codes.<plane>` (uint8) and `step` (fp16)."""
-        x = self._turned(x)
+        x = self._transpose(x)
         length = x.shape[-2]
         size = min(self.group_size or length, length)
         groups = torch.nn.functional.pad(x, (0, 0, 0, -length % size)).unflatten(-2, (-1, size))
@@ -109,18 +109,18 @@ class DoubleQuant:
             codes = codes.clamp_(1, self._top).masked_fill_(groups == 0, 0)
         parts = pack_parts(codes.flatten(-3, -2)[..., :length, :], self.bits)
         parts["step"] = to_stored(step.squeeze(-2), torch.float16)
-        return {name: self._turned(part) for name, part in parts.items()}
+        return {name: self._transpose(part) for name, part in parts.items()}
 
     def decode(self, parts: Mapping[str, Tensor], rows: int, columns: int, dtype: torch.dtype) -> Tensor:
         """`step * code` as `[..., rows, columns]`, from the stored step."""
         length = rows if self.axis == "per_channel" else columns
-        parts = {name: self._turned(part) for name, part in parts.items()}
+        parts = {name: self._transpose(part) for name, part in parts.items()}
         codes = unpack_parts(parts, self.bits, length).to(dtype)
         if self.signed:
             codes = codes.sub_(self._top)
         size = min(self.group_size or length, length)
         step = parts["step"].to(dtype).repeat_interleave(size, -2)[..., :length, :]
-        return self._turned(codes * step)
+        return self._transpose(codes * step)
 
 
 Scope = Literal["head", "token"]
@@ -142,7 +142,7 @@ class TokenNorm(Stage):
     version: ClassVar[int] = 1
 
     def __init__(self, scope: Scope | str = "head", rms: bool = False, double_quant: DoubleQuant | None = None) -> None:
-        self.scope: Scope = choice(Scope, scope, "scope")
+        self.scope: Scope = checked_choice(Scope, scope, "scope")
         self.rms = rms
         self.double_quant = double_quant
 
@@ -153,7 +153,7 @@ class TokenNorm(Stage):
 
     @property
     def token_group(self) -> int | None:  # type: ignore[override]
-        """1, or None where double quantization gives the norms of a block a common scale."""
+        """Tokens that share side information: 1, or None (the block) where its norms are double quantized together."""
         return 1 if self.double_quant is None else None
 
     def forward(self, x: Tensor) -> tuple[Tensor, Side]:
@@ -162,28 +162,28 @@ class TokenNorm(Stage):
         if self.rms:
             count = x.shape[-1] * (x.shape[-3] if self.scope == "token" else 1)
             norm = norm / count**0.5
-        side = stored_side("scale", norm, self.double_quant)
-        norm = restored("scale", side, self.double_quant, x.shape[-2], 1, x.dtype)
+        side = encode_side("scale", norm, self.double_quant)
+        norm = decode_side("scale", side, self.double_quant, x.shape[-2], 1, x.dtype)
         return x / norm.masked_fill(norm == 0, 1), side
 
     def inverse(self, y: Tensor, side: Side) -> Tensor:
-        return y * restored("scale", side, self.double_quant, y.shape[-2], 1, y.dtype)
+        return y * decode_side("scale", side, self.double_quant, y.shape[-2], 1, y.dtype)
 
     def absorb(self, side: Side, factor: Tensor) -> Side:
         return {"scale": side["scale"] * factor}
 
 
-def stored_side(name: str, value: Tensor, double_quant: DoubleQuant | None) -> Side:
+def encode_side(name: str, value: Tensor, double_quant: DoubleQuant | None) -> Side:
     """Side information `[..., rows, columns]` under `name`, unchanged or double quantized."""
     if double_quant is None:
         return {name: value}
     return {f"{name}.{key}": part for key, part in double_quant.encode(value).items()}
 
 
-def restored(
+def decode_side(
     name: str, side: Side, double_quant: DoubleQuant | None, rows: int, columns: int, dtype: torch.dtype
 ) -> Float[Tensor, "*lead rows columns"]:
-    """Inverse of `stored_side`."""
+    """Inverse of `encode_side`."""
     if double_quant is None:
         return side[name]
     parts = {key.removeprefix(f"{name}."): part for key, part in side.items()}
@@ -207,19 +207,19 @@ class ChannelShift(Stage):
     version: ClassVar[int] = 1
 
     def __init__(self, center: Center | str = "mean", double_quant: DoubleQuant | None = None) -> None:
-        self.center: Center = choice(Center, center, "center")
+        self.center: Center = checked_choice(Center, center, "center")
         self.double_quant = double_quant
 
     def forward(self, x: Tensor) -> tuple[Tensor, Side]:
         offset = x.mean(-2, keepdim=True)
         if self.center == "median":
             offset = geometric_median(x, offset)
-        side = stored_side("offset", offset, self.double_quant)
-        offset = restored("offset", side, self.double_quant, 1, x.shape[-1], x.dtype)
+        side = encode_side("offset", offset, self.double_quant)
+        offset = decode_side("offset", side, self.double_quant, 1, x.shape[-1], x.dtype)
         return x - offset, side
 
     def inverse(self, y: Tensor, side: Side) -> Tensor:
-        return y + restored("offset", side, self.double_quant, 1, y.shape[-1], y.dtype)
+        return y + decode_side("offset", side, self.double_quant, 1, y.shape[-1], y.dtype)
 
 
 def geometric_median(

@@ -183,8 +183,8 @@ def books(memory: int, dtype: torch.dtype, device: torch.device) -> Float[Tensor
     return torch.stack([_file()[books_name(memory, width)] for width in range(1, count + 1)]).to(device, dtype)
 
 
-def errors(memory: int) -> tuple[float, ...]:
-    """Mean squared error on N(0, 1) at 1, 2, ... bits, as measured when the tables were trained."""
+def mean_squared_errors(memory: int) -> tuple[float, ...]:
+    """MSE on N(0, 1) at 1, 2, ... bits per component with 2^`memory` states, measured when the tables were trained."""
     return tuple(_file()[f"{memory}.errors"][: min(memory, WIDEST)].tolist())
 
 

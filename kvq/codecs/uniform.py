@@ -9,7 +9,17 @@ from jaxtyping import Float
 from torch import Tensor
 
 from kvq.codecs.packed import MAX_BITS, pack_parts, unpack_parts
-from kvq.codecs.quantizers import Axis, CodeQuantizer, Gain, Parts, Quantizer, check_group, choice, more_bits, to_stored
+from kvq.codecs.quantizers import (
+    Axis,
+    CodeQuantizer,
+    Gain,
+    Parts,
+    Quantizer,
+    check_group,
+    checked_choice,
+    more_bits,
+    to_stored,
+)
 from kvq.errors import ConfigError, Unsupported, at_least, require
 
 _INT16_MAX = 32767
@@ -32,7 +42,7 @@ ScaleDtype = Literal["float16", "bfloat16", "float32"]
 """Dtype in which scales and offsets are stored."""
 
 
-def whole(steps: Tensor, rounding: Rounding) -> Tensor:
+def round_steps(steps: Tensor, rounding: Rounding) -> Tensor:
     """`steps` as whole numbers; may overwrite its argument."""
     if rounding == "even":
         return steps.round_()
@@ -144,12 +154,12 @@ class UniformQuantizer(CodeQuantizer):
         check_group("group_size", group_size, "the whole block")
         require(0 < clip <= 1, "clip", clip, "above 0, at most 1")
         self.bits, self.group_size, self.symmetric, self.clip = bits, group_size, symmetric, clip
-        self.axis: Axis = choice(Axis, axis, "axis")
-        self.zero_point: ZeroPoint = choice(ZeroPoint, zero_point, "zero_point")
-        self.gain: Gain = choice(Gain, gain, "gain")
-        self.levels: Levels = choice(Levels, levels, "levels")
-        self.rounding: Rounding = choice(Rounding, rounding, "rounding")
-        self.scale_dtype: ScaleDtype = choice(ScaleDtype, scale_dtype, "scale_dtype")
+        self.axis: Axis = checked_choice(Axis, axis, "axis")
+        self.zero_point: ZeroPoint = checked_choice(ZeroPoint, zero_point, "zero_point")
+        self.gain: Gain = checked_choice(Gain, gain, "gain")
+        self.levels: Levels = checked_choice(Levels, levels, "levels")
+        self.rounding: Rounding = checked_choice(Rounding, rounding, "rounding")
+        self.scale_dtype: ScaleDtype = checked_choice(ScaleDtype, scale_dtype, "scale_dtype")
         self.fixed_scale, self.min_scale = fixed_scale, min_scale
         self.reciprocal = reciprocal
         self._check_together()
@@ -222,8 +232,8 @@ class UniformQuantizer(CodeQuantizer):
         """The scale of an asymmetric group is its range over this number of steps."""
         return 2**self.bits - 1
 
-    def _side(self, stat: Tensor) -> Tensor:
-        """Statistics of groups as they are stored."""
+    def _store_statistics(self, stat: Tensor) -> Tensor:
+        """Scales or offsets of groups, without the axis within a group, cast to `scale_dtype`."""
         return to_stored(stat.squeeze(self._dim), getattr(torch, self.scale_dtype))
 
     def _steps(self, x: Tensor, scale: Tensor) -> Tensor:
@@ -234,7 +244,7 @@ class UniformQuantizer(CodeQuantizer):
 
     def _rounded(self, x: Tensor, scale: Tensor) -> Tensor:
         """Whole steps of `scale` in `x`, in a new tensor."""
-        return whole(self._steps(x, scale), self.rounding)
+        return round_steps(self._steps(x, scale), self.rounding)
 
     @property
     def _middle(self) -> int:
@@ -249,9 +259,9 @@ class UniformQuantizer(CodeQuantizer):
         if self.levels == "midpoint":
             scale = scale.clamp_min(self.min_scale)
             codes = self._steps(groups.mul(middle), scale).add_(middle).floor_().clamp_(0, middle + top)
-            return {"scale": self._side(scale)}, codes
+            return {"scale": self._store_statistics(scale)}, codes
         scale = self._at_least(scale / middle)
-        return {"scale": self._side(scale)}, self._rounded(groups, scale).clamp_(-middle, top).add_(middle)
+        return {"scale": self._store_statistics(scale)}, self._rounded(groups, scale).clamp_(-middle, top).add_(middle)
 
     def _at_least(self, scale: Tensor) -> Tensor:
         return scale.clamp_min(self.min_scale) if self.min_scale else scale
@@ -266,23 +276,23 @@ class UniformQuantizer(CodeQuantizer):
             scale, low = scale_from_edge(scale, low, high)
         if self.zero_point in ("float", "edge"):
             codes = self._rounded(groups.sub(low), scale).clamp_(0, top)
-            offset = self._side(low)
+            offset = self._store_statistics(low)
         elif self.zero_point == "ratio":
             scale = torch.where(scale == 0, low.abs(), scale)
             zero = low.neg().div_(scale.masked_fill(scale == 0, 1))
-            codes = whole(self._steps(groups, scale).add_(zero), self.rounding).clamp_(0, top)
-            offset = self._side(zero)
+            codes = round_steps(self._steps(groups, scale).add_(zero), self.rounding).clamp_(0, top)
+            offset = self._store_statistics(zero)
         elif self.zero_point == "code":
             used = scale.masked_fill(scale == 0, 1)
-            zero = whole(low.neg().div_(used), self.rounding).clamp_(0, top)
-            codes = whole(self._steps(groups, used).add_(zero), self.rounding).clamp_(0, top)
+            zero = round_steps(low.neg().div_(used), self.rounding).clamp_(0, top)
+            codes = round_steps(self._steps(groups, used).add_(zero), self.rounding).clamp_(0, top)
             return {"scale": with_code(used.squeeze(self._dim), zero.squeeze(self._dim), self.bits)}, codes
         else:
             scale = scale_for_integer_zero(scale, low)
             zero = low.neg().div_(scale).round_()
             codes = self._rounded(groups, scale).add_(zero).clamp_(0, top)
             offset = zero.squeeze(self._dim).to(torch.int16)
-        return {"scale": self._side(scale), "zero_point": offset}, codes
+        return {"scale": self._store_statistics(scale), "zero_point": offset}, codes
 
     def decode(self, parts: Parts, shape: torch.Size, dtype: torch.dtype) -> Float[Tensor, "*lead heads tokens dim"]:
         """`scale * code + lo`, or `scale * (code - zero)`, from the stored statistics."""
@@ -335,7 +345,7 @@ class ClippedQuantizer(UniformQuantizer):
     ) -> None:
         clip = clip_at_2 if bits == 2 else 1.0
         super().__init__(bits, "per_token", group_size, zero_point=zero_point, clip=clip)
-        self.step: Step = choice(Step, step, "step")
+        self.step: Step = checked_choice(Step, step, "step")
         if self.step == "squared_bits" and (bits not in (2, 3, 4) or self.zero_point != "integer"):
             raise ConfigError(
                 f"step=squared_bits: with 2, 3 or 4 bits and zero_point=integer, as released; given bits={bits}, "

@@ -36,17 +36,17 @@ class SparseCodec(Codec):
         tokens = x.shape[2]
         self._check_rope(rope, tokens)  # of all tokens: pieces of a longer table would pass
         whole = tokens - tokens % block if block is not None and block < tokens else tokens
-        packed = self._listed(super().encode(x[:, :, :whole], block, None if rope is None else rope.narrow(0, whole)))
+        packed = self._to_lists(super().encode(x[:, :, :whole], block, None if rope is None else rope.narrow(0, whole)))
         if whole == tokens:
             return packed
         turned = None if rope is None else rope.narrow(whole, tokens - whole)
-        tail = self._listed(super().encode(x[:, :, whole:], None, turned))
+        tail = self._to_lists(super().encode(x[:, :, whole:], None, turned))
         parts = {name: torch.cat([part, tail.parts[name]], 2) for name, part in packed.parts.items()}
         return replace(packed, parts=parts, runs=merge_runs(packed.runs, tail.runs))
 
     @staticmethod
-    def _listed(packed: Packed) -> Packed:
-        """The parts with lists instead of padded rows."""
+    def _to_lists(packed: Packed) -> Packed:
+        """The same blocks with outlier rows as lists without padding, as the class stores them."""
         if "outlier.count" not in packed.parts:
             return packed
         parts = dict(packed.parts)
@@ -160,9 +160,9 @@ class HuffmanCodec(CodedBlocks):
         parts = {name: part for name, part in packed.parts.items() if name not in planes}
         runs = [replace(run, rows={n: rows for n, rows in run.rows.items() if n in parts}) for run in packed.runs]
         for name, bits in self.quantizer.indices.items():
-            found = [self._coded_run(run, own, name, bits) for run, own in packed.by_run()]
+            found = [self._encode_run(run, own, name, bits) for run, own in packed.by_run()]
             by_sequence = [[block for run in found for block in run[index]] for index in range(packed.batch)]
-            parts |= _joined(name, by_sequence, packed.parts[f"{name}.0"].device)
+            parts |= _block_parts(name, by_sequence, packed.parts[f"{name}.0"].device)
             for run in runs:
                 run.rows.update({f"{name}.{_LENGTHS}": 1, f"{name}.{SIZE}": 1})
         return replace(packed, parts=parts, runs=tuple(runs))
@@ -175,7 +175,7 @@ class HuffmanCodec(CodedBlocks):
             pieces = []
             blocks = [_split(packed, name, sequence) for sequence in range(packed.batch)]
             for run in runs:
-                flat = [np.stack([_decoded(next(one)) for _ in range(run.count)]) for one in blocks]
+                flat = [np.stack([_decode_block(next(one)) for _ in range(run.count)]) for one in blocks]
                 codes = torch.from_numpy(np.stack(flat)).to(packed.parts[f"{name}.{SIZE}"].device)
                 codes = codes.unflatten(2, (packed.heads, run.tokens, -1))
                 planes = pack_parts(codes, bits, name)
@@ -190,17 +190,17 @@ class HuffmanCodec(CodedBlocks):
         for name, bits in self.quantizer.indices.items():
             for sequence in range(packed.batch):
                 for block in _split(packed, name, sequence):
-                    counts = np.bincount(_decoded(block), minlength=2**bits)
+                    counts = np.bincount(_decode_block(block), minlength=2**bits)
                     total += Rate(int(counts.sum()), entropy(counts) * int(counts.sum()), block.bits)
         return total
 
     @staticmethod
-    def _coded_run(run: BlockRun, parts: dict[str, Tensor], name: str, bits: int) -> list[list[_Block]]:
+    def _encode_run(run: BlockRun, parts: dict[str, Tensor], name: str, bits: int) -> list[list[_Block]]:
         """The blocks of a run, by sequence."""
         planes = {plane: parts[plane] for plane in _planes(name, bits)}
         codes = unpack_parts(run.blocks(planes), bits, run.tokens, name)
         flat = codes.flatten(2).cpu().numpy()
-        return [[_encoded(symbols, bits) for symbols in sequence] for sequence in flat]
+        return [[_encode_block(symbols, bits) for symbols in sequence] for sequence in flat]
 
 
 def _planes(name: str, bits: int) -> list[str]:
@@ -223,7 +223,7 @@ def entropy(counts: NDArray[np.int64]) -> float:
     return float(-(share * np.log2(share)).sum())
 
 
-def _encoded(symbols: Symbols, bits: int) -> _Block:
+def _encode_block(symbols: Symbols, bits: int) -> _Block:
     from bitarray import bitarray
     from bitarray.util import huffman_code, int2ba
 
@@ -242,7 +242,7 @@ def _encoded(symbols: Symbols, bits: int) -> _Block:
     return _Block(lengths, stream.tobytes(), len(stream))
 
 
-def _decoded(block: _Block) -> Symbols:
+def _decode_block(block: _Block) -> Symbols:
     from bitarray import bitarray
     from bitarray.util import canonical_decode
 
@@ -258,7 +258,7 @@ def _canonical(lengths: Symbols) -> list[int]:
     return [int(index) for index in np.argsort(lengths, kind="stable") if lengths[index]]
 
 
-def _joined(name: str, sequences: list[list[_Block]], device: torch.device) -> dict[str, Tensor]:
+def _block_parts(name: str, sequences: list[list[_Block]], device: torch.device) -> dict[str, Tensor]:
     """The stored parts of the blocks of each sequence."""
     stream, taken = streams([[block.stream for block in blocks] for blocks in sequences])
     lengths = np.stack([[block.lengths for block in blocks] for blocks in sequences])

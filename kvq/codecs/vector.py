@@ -15,8 +15,8 @@ from jaxtyping import Float, Int, UInt8
 from safetensors import safe_open
 from torch import Size, Tensor, dtype
 
-from kvq.codecs.levels import looked_up
-from kvq.codecs.quantizers import Gain, Parts, Quantizer, choice
+from kvq.codecs.levels import look_up
+from kvq.codecs.quantizers import Gain, Parts, Quantizer, checked_choice
 from kvq.errors import DataError, Unsupported, check_choice
 
 DIM = 8
@@ -71,7 +71,7 @@ class PlainCodebook(Codebook):
         return [out]
 
     def lookup(self, codes: list[Tensor]) -> Tensor:
-        return looked_up(self.entries, codes[0])
+        return look_up(self.entries, codes[0])
 
     def tables(self) -> tuple[Tensor, Tensor, Tensor]:
         return self.entries, torch.zeros(256, DIM, dtype=torch.int32), torch.zeros(256, DIM)
@@ -94,7 +94,7 @@ class SignedCodebook(Codebook):
         return [*self._patterns.search(vectors.abs()), signs]
 
     def lookup(self, codes: list[Tensor]) -> Tensor:
-        return self._patterns.lookup(codes[:1]).mul_(looked_up(self._signs, codes[1]))
+        return self._patterns.lookup(codes[:1]).mul_(look_up(self._signs, codes[1]))
 
     def tables(self) -> tuple[Tensor, Tensor, Tensor]:
         return self._patterns.entries, _flips(self._signs), torch.zeros(256, DIM)
@@ -206,7 +206,7 @@ def _bits(device: torch.device) -> Tensor:
 
 
 @lru_cache(maxsize=1)
-def shipped() -> dict[str, Float[Tensor, "256 8"]]:
+def load_codebooks() -> dict[str, Float[Tensor, "256 8"]]:
     """The shipped codebooks in fp32, by name and bits (`"kmeans_2b"`)."""
     if not FILE.is_file() or hashlib.sha256(FILE.read_bytes()).hexdigest() != FILE_SHA256:
         raise DataError(f"codebooks: {FILE.name} is missing or damaged; reinstall kvq, or run `make codebooks`")
@@ -223,7 +223,7 @@ def codebook_for(name: str, bits: int, dtype: torch.dtype, device: torch.device)
     if name == "e8p":
         return E8PCodebook(e8p_patterns().to(device, dtype))
     kind = PlainCodebook if bits == 1 else SignedCodebook
-    return kind(shipped()[f"{name}_{bits}b"].to(device, dtype))
+    return kind(load_codebooks()[f"{name}_{bits}b"].to(device, dtype))
 
 
 class VectorQuantizer(Quantizer):
@@ -251,7 +251,7 @@ class VectorQuantizer(Quantizer):
             allowed = " or ".join(map(str, CODEBOOKS[codebook]))
             raise Unsupported(f"bits={bits}: codebook {codebook} has {allowed} bits")
         self.bits, self.codebook = bits, codebook
-        self.gain: Gain = choice(Gain, gain, "gain")
+        self.gain: Gain = checked_choice(Gain, gain, "gain")
 
     @property
     def indices(self) -> dict[str, int]:

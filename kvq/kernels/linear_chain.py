@@ -43,7 +43,7 @@ from kvq.codecs import (
 from kvq.codecs.packed import BlockRun
 from kvq.codecs.quantizers import Quantizer
 from kvq.codecs.rope import ApplyRope, UndoRope
-from kvq.codecs.stages import ChannelShift, Stage, restored
+from kvq.codecs.stages import ChannelShift, Stage, decode_side
 from kvq.errors import Unsupported
 
 
@@ -168,7 +168,7 @@ class LinearChain:
             stage, prefix = self.norms[name], f"{name}."
             side = {key.removeprefix(prefix): part for key, part in blocks.items() if key.startswith(prefix)}
             side = {key: part.to(dtype) if part.is_floating_point() else part for key, part in side.items()}
-            norm = restored("scale", side, stage.double_quant, tokens, 1, dtype)[..., 0]
+            norm = decode_side("scale", side, stage.double_quant, tokens, 1, dtype)[..., 0]
             out = norm if out is None else out * norm
         if names is None and "gain" in blocks:
             gain = blocks["gain"].to(dtype)[..., 0]

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from kvq.codecs import Rope, UniformQuantizer
 from kvq.codecs.packed import BlockRun, plane_widths
-from kvq.codecs.stages import restored
+from kvq.codecs.stages import decode_side
 from kvq.kernels.linear_chain import LinearChain, PackedStates, Shift, turned_scores
 
 TILE = 2048
@@ -161,7 +161,7 @@ def shift_of(
     prefix = f"{shift.name}."
     side = {name.removeprefix(prefix): part for name, part in blocks.items() if name.startswith(prefix)}
     side = {name: part.to(dtype) if part.is_floating_point() else part for name, part in side.items()}
-    return restored("offset", side, shift.stage.double_quant, 1, dim, dtype)
+    return decode_side("offset", side, shift.stage.double_quant, 1, dim, dtype)
 
 
 def runs_of(states: PackedStates) -> Iterator[_Blocks]:

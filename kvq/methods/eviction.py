@@ -13,7 +13,7 @@ from kvq.cache.layer import KVCacheLayer
 from kvq.cache.observe import Attended
 from kvq.cache.side import CacheSide
 from kvq.codecs import Growable
-from kvq.codecs.quantizers import choice
+from kvq.codecs.quantizers import checked_choice
 from kvq.errors import ConfigError, Unsupported, at_least, require
 from kvq.methods.policies import CHOOSES_TOKENS, Policy
 
@@ -99,7 +99,7 @@ class Eviction(Policy, abc.ABC):
             raise ConfigError(f"budget={budget}: a share of the tokens (below 1) or a whole number of tokens")
         at_least("least", least, 1)
         self.budget, self.least = budget, least
-        self.when: When = choice(When, when, "when")
+        self.when: When = checked_choice(When, when, "when")
         if self.when == "prompt":
             self.excludes |= {"no_prompt", "chunked_prompt"}
         else:
@@ -220,7 +220,7 @@ class SnapKV(Eviction):
         require(kernel >= 1 and kernel % 2 != 0, "kernel", kernel, "an odd number of tokens")
         self._needs(window + 1, "the window's")
         self.window, self.kernel = window, kernel
-        self.pool: Pool = choice(Pool, pool, "pool")
+        self.pool: Pool = checked_choice(Pool, pool, "pool")
 
     def recent_rows(self, queries: int) -> int | None:
         return min(self.window, queries)

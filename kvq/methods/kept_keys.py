@@ -15,7 +15,7 @@ from kvq.cache.chunk_masks import Transitions
 from kvq.cache.packed import PackedSide, packed_side
 from kvq.cache.side import CacheSide, States
 from kvq.codecs import Codec, Growable
-from kvq.codecs.packed import grown
+from kvq.codecs.packed import append_rows
 from kvq.codecs.rope import Rope
 from kvq.config.residual import ResidualSide
 from kvq.errors import ConfigError, Unsupported
@@ -106,7 +106,7 @@ class SinkSide(CacheSide):
             return states
         super()._receive(states)
         first = states[:, :, :count]
-        self._first = grown(self._first, first.clone() if self._first is None else first)
+        self._first = append_rows(self._first, first.clone() if self._first is None else first)
         return states[:, :, count:] if states.shape[2] > count else None
 
     def _receive(self, states: Tensor) -> bool:
@@ -222,7 +222,7 @@ class KeptRows(CacheSide):
         if at.shape[1]:
             moved = at + torch.tensor([[0], [start]], device=at.device)
             self._at = moved if self._at is None else torch.cat([self._at, moved], 1)
-            self._rows = grown(self._rows, rows)
+            self._rows = append_rows(self._rows, rows)
         return None if out is None else _placed(out, at, rows)
 
     def _past(self) -> Tensor:

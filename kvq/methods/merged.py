@@ -118,7 +118,7 @@ def merged_rotation(
         first = codec.stages[0][1] if codec is not None and codec.stages else None
         if codec is None or not isinstance(first, Hadamard | RandomizedHadamard) or not first.orthogonal:
             raise ConfigError(f"method.{_SETTINGS[side]} of {name}: {side}s whose first stage is a Hadamard rotation")
-        left[side], rotations[side] = codec.rebuilt(codec.stages[1:]), first
+        left[side], rotations[side] = codec.with_stages(codec.stages[1:]), first
     return left, MergedRotation(rotations) if rotations else None
 
 

@@ -305,7 +305,7 @@ class Method:
 
         def decided(codec: Codec | None) -> Codec | None:
             stages = [] if codec is None else [(name, stage.for_model(config)) for name, stage in codec.stages]
-            return None if codec is None else codec.rebuilt(stages)
+            return None if codec is None else codec.with_stages(stages)
 
         return replace(self, key=decided(self.key), value=decided(self.value))
 

@@ -18,7 +18,7 @@ from kvq.cache.layer import KVCacheLayer
 from kvq.cache.observe import Attended
 from kvq.cache.side import CacheSide, States
 from kvq.codecs import Growable
-from kvq.codecs.quantizers import choice
+from kvq.codecs.quantizers import checked_choice
 from kvq.codecs.split import PlannedCodec, TokenSplit
 from kvq.config.residual import Policy as ResidualPolicy
 from kvq.config.residual import PrefillBlock, Residual
@@ -111,8 +111,8 @@ class Saliency(MixedPrecision):
         if min(recent, random) < 0 or recent + random > 1:
             raise ConfigError(f"recent={recent}, random={random}: shares, together at most 1")
         self.recent, self.random, self.seed = recent, random, seed
-        self.divide_by: Divisor = choice(Divisor, divide_by, "divide_by")
-        self.decoding: Decoding = choice(Decoding, decoding, "decoding")
+        self.divide_by: Divisor = checked_choice(Divisor, divide_by, "divide_by")
+        self.decoding: Decoding = checked_choice(Decoding, decoding, "decoding")
 
     def wrap_layer(self, like: KVCacheLayer, layer: int, config: Any) -> KVCacheLayer:
         return SaliencyLayer(like, self)

@@ -16,7 +16,7 @@ from kvq.cache.observe import Attended
 from kvq.cache.serialize import Reader
 from kvq.cache.store import BlockStore, Recompression
 from kvq.codecs import BlockRun, Codec, Growable, Packed, TokenTiers, pack, unpack
-from kvq.codecs.packed import by_token, together
+from kvq.codecs.packed import pack_tokens, unpack_tokens
 from kvq.codecs.rope import Rope
 from kvq.codecs.split import TIER_BITS
 from kvq.errors import ConfigError
@@ -150,9 +150,9 @@ class TierStore(BlockStore):
         pieces = []
         if bool(coming.any()):
             fresh = codec.encode(given[coming][None, None])
-            pieces.append((coming, by_token(fresh.parts, widths, fresh.tokens)))
+            pieces.append((coming, unpack_tokens(fresh.parts, widths, fresh.tokens)))
         if held is not None and bool(staying.any()):
-            rows = by_token(held.parts, widths, held.tokens)
+            rows = unpack_tokens(held.parts, widths, held.tokens)
             kept = (new == number)[old == number].nonzero()[:, 0]
             pieces.append((staying, {name: part.index_select(2, kept) for name, part in rows.items()}))
         places = torch.cat([mask.flatten().nonzero()[:, 0] for mask, _ in pieces])
@@ -190,7 +190,7 @@ class TierStore(BlockStore):
                 lists.append(None)
                 continue
             widths = codec.token_widths(1, self._like.shape[-1], self._like)
-            rows = by_token(held.parts, widths, held.tokens)
+            rows = unpack_tokens(held.parts, widths, held.tokens)
             chosen = {name: part.index_select(2, picked) for name, part in rows.items()}
             lists.append(_listed(chosen, widths, len(picked), self._like))
         self._lists = tuple(lists)
@@ -207,7 +207,7 @@ class TierStore(BlockStore):
 
 def _listed(rows: dict[str, Tensor], widths: dict[str, int], tokens: int, like: Tensor) -> Packed:
     """One block of `tokens` tokens from parts with a row for each."""
-    parts = together(rows, widths)
+    parts = pack_tokens(rows, widths)
     run = BlockRun(tokens, 1, {name: part.shape[2] for name, part in parts.items()})
     return Packed(parts, (run,), 1, 1, like.shape[-1], like.dtype)
 

@@ -143,7 +143,7 @@ def without_norms(method: Method) -> Method | None:
     if not any(isinstance(stage, TokenNorm) for codec in sides if codec is not None for _, stage in codec.stages):
         return None
     key, value = (
-        codec and codec.rebuilt((name, stage) for name, stage in codec.stages if not isinstance(stage, TokenNorm))
+        codec and codec.with_stages((name, stage) for name, stage in codec.stages if not isinstance(stage, TokenNorm))
         for codec in sides
     )
     return dataclasses.replace(method, key=key, value=value)

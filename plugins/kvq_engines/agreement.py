@@ -73,7 +73,7 @@ class _EngineInterface(HookedFunctions):
 
     def __init__(self, functions: Any, key: Codec | None, stored: Sequence[States] | None) -> None:
         super().__init__(functions, lambda *_: None)
-        self._key, self._stored = None if key is None else key.rebuilt(key.stages, Q8_0), stored
+        self._key, self._stored = None if key is None else key.with_stages(key.stages, Q8_0), stored
 
     def get_interface(self, name: str, default: Callable[..., Any]) -> Callable[..., Any]:
         """The attention function `name`, called with replaced keys and values and with queries rounded to 8 bits."""

@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from kvq.codecs.quantizers import choice
+from kvq.codecs.quantizers import checked_choice
 from kvq.codecs.stages import Side, Stage
 from kvq.errors import Unsupported
 
@@ -52,7 +52,7 @@ class PairOrder(Stage):
     token_group = 1
 
     def __init__(self, order: Order | str = "gguf") -> None:
-        self.order: Order = choice(Order, order, "order")
+        self.order: Order = checked_choice(Order, order, "order")
 
     def check(self, head_dim: int) -> None:
         if head_dim % 2:

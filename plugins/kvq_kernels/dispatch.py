@@ -89,10 +89,10 @@ class FusedCodec(Codec):
             return super().encode_block(blocks, rope, dtype)
         return in_slices(super().encode_block, blocks, rope)
 
-    def _coded(self, y: Tensor, dtype: torch.dtype) -> tuple[Parts, Float[Tensor, "*lead tokens 1"] | None]:
+    def _quantize(self, y: Tensor, dtype: torch.dtype) -> tuple[Parts, Float[Tensor, "*lead tokens 1"] | None]:
         search = searcher_for(self, y)
         if search is None:
-            return super()._coded(y, dtype)
+            return super()._quantize(y, dtype)
         assert isinstance(self.quantizer, VectorQuantizer)
         return search(self.quantizer, y)
 

@@ -276,5 +276,5 @@ def _tokens_from(states: PackedStates, start: int, dtype: torch.dtype) -> Tensor
 
 def _blocks_from(packed: Packed, start: int) -> tuple[Packed, int]:
     """The blocks that hold tokens from `start` on, and the number of tokens before them."""
-    skipped = packed.leading(start)
-    return packed.behind(skipped), skipped
+    skipped = packed.whole_block_tokens(start)
+    return packed.without_first(skipped), skipped

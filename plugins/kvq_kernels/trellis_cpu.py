@@ -58,7 +58,7 @@ def _step(memory, width):
 @functools.cache
 @no_type_check
 def searcher(memory):
-    """The loop `search(x, widths, weights, books, codes)`: the codes of least error among 2^`memory` states."""
+    """The compiled loop `search(x, widths, weights, books, codes)` for a trellis of 2^`memory` states."""
 
     states = 1 << memory
     steps = tuple(_step(memory, min(width, memory)) for width in range(1, _WIDEST + 1))
@@ -66,6 +66,7 @@ def searcher(memory):
 
     @numba.njit(**_OPTIONS)
     def search(x, widths, weights, books, codes):
+        """Viterbi search per row of `x` `[rows, components]`; writes `codes` of the same shape in place."""
         rows, components = x.shape
         cost, best = np.empty(states, np.float32), np.empty(states, np.float32)
         least, back = np.empty(states, np.int32), np.zeros((components, states >> 1), np.uint8)

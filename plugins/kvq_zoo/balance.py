@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from kvq.codecs.quantizers import Axis, choice
+from kvq.codecs.quantizers import Axis, checked_choice
 from kvq.codecs.stages import Side, Stage
 from kvq.errors import at_least
 
@@ -51,9 +51,9 @@ class VarianceBalance(Stage):
 
     def __init__(self, kept: Axis | str, iterations: int = 8, imbalance: Imbalance | str = "deviation") -> None:
         at_least("iterations", iterations, 0)
-        self.kept: Axis = choice(Axis, kept, "kept")
+        self.kept: Axis = checked_choice(Axis, kept, "kept")
         self.iterations = iterations
-        self.imbalance: Imbalance = choice(Imbalance, imbalance, "imbalance")
+        self.imbalance: Imbalance = checked_choice(Imbalance, imbalance, "imbalance")
 
     def scales(self, x: Float[Tensor, "*lead tokens dim"]) -> Tensor:
         """Scales of the axis `kept` that divide x, before rounding to fp16: `[..., tokens, 1]` or `[..., 1, dim]`."""

@@ -9,9 +9,9 @@ from jaxtyping import Float, UInt8
 from torch import Tensor
 
 from kvq.codecs.block_formats import in_groups, times_scale
-from kvq.codecs.levels import looked_up
+from kvq.codecs.levels import look_up
 from kvq.codecs.packed import pack_parts, unpack_parts
-from kvq.codecs.quantizers import CodeQuantizer, Parts, choice
+from kvq.codecs.quantizers import CodeQuantizer, Parts, checked_choice
 from kvq.codecs.uniform import Rounding
 from kvq.errors import ConfigError, at_least, require
 
@@ -64,8 +64,8 @@ class BlockFloatQuantizer(CodeQuantizer):
     ) -> None:
         at_least("group_size", group_size, 1)
         self.group_size, self.four_over_six = group_size, four_over_six
-        self.scale: BlockScale = choice(BlockScale, scale, "scale")
-        self.rounding: Rounding = choice(Rounding, rounding, "rounding")
+        self.scale: BlockScale = checked_choice(BlockScale, scale, "scale")
+        self.rounding: Rounding = checked_choice(Rounding, rounding, "rounding")
         require(rounding in ("even", "up", "down"), "rounding", rounding, "even, up or down")
         if four_over_six and self.scale != "e4m3":
             raise ConfigError(f"four_over_six=true: with scale=e4m3; given scale={self.scale}")
@@ -174,7 +174,7 @@ def _encode_e2m1(x: Tensor, scale: Tensor, rounding: Rounding) -> UInt8[Tensor, 
 def _decode_e2m1(codes: Tensor, dtype: torch.dtype) -> Tensor:
     """The e2m1 numbers that 4-bit codes stand for, before the scale."""
     levels = (*_LEVELS, *(-level for level in _LEVELS))
-    return looked_up(torch.tensor(levels, dtype=dtype, device=codes.device), codes)
+    return look_up(torch.tensor(levels, dtype=dtype, device=codes.device), codes)
 
 
 def _squared_errors(groups: Tensor, stored: Tensor, rounding: Rounding) -> Tensor:

@@ -12,7 +12,7 @@ from torch import Size, Tensor
 from kvq.codecs.calibrated import Calibrated, Moments, States, Tables
 from kvq.codecs.codec import Codec, check_nested
 from kvq.codecs.lloyd_max import MAX_BITS
-from kvq.codecs.quantizers import Parts, Quantizer, prefixed, shared_group, under
+from kvq.codecs.quantizers import Parts, Quantizer, shared_group, with_prefix, without_prefix
 from kvq.errors import Unsupported, require, within
 
 
@@ -39,9 +39,9 @@ class ChannelGroups(Calibrated, Quantizer):
         self.codecs = dict(codecs)
         self._channels: dict[torch.device, list[dict[str, Int[Tensor, " size"]]]] = {}
 
-    def bound(self, tables: Mapping[str, Tensor] | None, heads: int, head_dim: int) -> Calibrated:
-        """As `Calibrated.bound`: a copy for one layer with its own table of groups."""
-        other = super().bound(tables, heads, head_dim)
+    def bind(self, tables: Mapping[str, Tensor] | None, heads: int, head_dim: int) -> Calibrated:
+        """As `Calibrated.bind`: a copy for one layer with its own table of groups."""
+        other = super().bind(tables, heads, head_dim)
         assert isinstance(other, ChannelGroups)
         other._channels = {}
         return other
@@ -77,14 +77,14 @@ class ChannelGroups(Calibrated, Quantizer):
         parts: Parts = {}
         for head, prefix, channels, codec in self._each(x):
             own = x.narrow(-3, head, 1).index_select(-1, channels)
-            parts |= prefixed(codec.encode_block(own, dtype=dtype), prefix)
+            parts |= with_prefix(codec.encode_block(own, dtype=dtype), prefix)
         return parts
 
     def decode(self, parts: Parts, shape: Size, dtype: torch.dtype) -> Float[Tensor, "*lead heads tokens dim"]:
         out = torch.empty(shape, dtype=dtype, device=next(iter(parts.values())).device)
         for head, prefix, channels, codec in self._each(out):
             size = Size((*shape[:-3], 1, shape[-2], len(channels)))
-            own = codec.decode_block(under(parts, prefix), size, dtype)
+            own = codec.decode_block(without_prefix(parts, prefix), size, dtype)
             out.narrow(-3, head, 1).index_copy_(-1, channels, own)
         return out
 

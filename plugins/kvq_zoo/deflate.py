@@ -61,7 +61,7 @@ class DeflateCodec(CodedBlocks):
         kind = type(self.quantizer).__name__
         return Unsupported(f"DeflateCodec: the bytes of a {kind} follow the values; use kvq.codecs.Codec")
 
-    def rebuilt(self, stages: Iterable[tuple[str, Stage]], quantizer: Quantizer | None = None) -> Codec:
+    def with_stages(self, stages: Iterable[tuple[str, Stage]], quantizer: Quantizer | None = None) -> Codec:
         """A codec with other stages, and another quantizer if one is given, compressed in the same way."""
         chain = list(stages)
         return type(self)(dict(chain), [name for name, _ in chain], quantizer or self.quantizer, self.tokens)

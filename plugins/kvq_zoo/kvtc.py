@@ -17,9 +17,9 @@ from kvq.calibration.budget import last_stage
 from kvq.calibration.collect import LayerStates, Place
 from kvq.codecs.calibrated import Calibrated, JointTransform, SharingQuantizer, Tables
 from kvq.codecs.codec import Codec
-from kvq.codecs.quantizers import Parts, choice
+from kvq.codecs.quantizers import Parts, checked_choice
 from kvq.codecs.rope import Rope
-from kvq.codecs.rotations import eigenvectors, per_block, signed
+from kvq.codecs.rotations import eigenvectors, fix_signs, per_block
 from kvq.codecs.trellis import read, write
 from kvq.errors import ConfigError, DataError, Unsupported, at_least
 from kvq_zoo.all_layers import AllLayers
@@ -61,7 +61,7 @@ class PrincipalComponents(JointTransform):
     def __init__(self, left_out: int = 4, layers: Layers | str = "own") -> None:
         at_least("left_out", left_out, 0)
         self.left_out = left_out
-        self.layers: Layers = choice(Layers, layers, "layers")
+        self.layers: Layers = checked_choice(Layers, layers, "layers")
 
     @property
     def joins_layers(self) -> bool:  # type: ignore[override]
@@ -82,7 +82,7 @@ class PrincipalComponents(JointTransform):
         pieces = rows.split(max(1, _TOGETHER // rows.shape[1]))
         mean = torch.stack([piece.double().sum(0) for piece in pieces]).sum(0) / len(rows)
         if len(rows) < rows.shape[1]:
-            basis = signed(torch.linalg.svd(rows.double() - mean, full_matrices=False).Vh.mT)
+            basis = fix_signs(torch.linalg.svd(rows.double() - mean, full_matrices=False).Vh.mT)
         else:
             covariance = torch.zeros(rows.shape[1], rows.shape[1], dtype=torch.float64)
             for piece in pieces:
@@ -136,7 +136,7 @@ class CoefficientQuantizer(SharingQuantizer):
         sizes: Sequence[int] = (1, 16, 64, 256, 1024),
         tokens: int = 256,
     ) -> None:
-        self.budget: Budget = choice(Budget, budget, "budget")
+        self.budget: Budget = checked_choice(Budget, budget, "budget")
         if not 0.5 <= bits <= 8:
             raise Unsupported(f"bits={bits}: a CoefficientQuantizer takes 0.5 to 8")
         if not sizes or min(sizes) < 1:
@@ -150,8 +150,8 @@ class CoefficientQuantizer(SharingQuantizer):
         """The quantizer's tables `sizes` and `kinds`, each `[groups]`, that hold these groups."""
         return {"sizes": torch.tensor(groups.sizes).int(), "kinds": torch.tensor(groups.kinds).to(torch.uint8)}
 
-    def bound(self, tables: Mapping[str, Tensor] | None, heads: int, head_dim: int) -> Calibrated:
-        other = super().bound(tables, heads, head_dim)
+    def bind(self, tables: Mapping[str, Tensor] | None, heads: int, head_dim: int) -> Calibrated:
+        other = super().bind(tables, heads, head_dim)
         assert isinstance(other, CoefficientQuantizer)
         other._groups = None
         return other

@@ -12,7 +12,7 @@ from torch import Tensor
 from kvq.codecs.block_formats import LevelsQuantizer, in_groups
 from kvq.codecs.channel_groups import TwoChannelGroups
 from kvq.codecs.codec import Codec
-from kvq.codecs.levels import looked_up, nearest_level
+from kvq.codecs.levels import look_up, nearest_level
 from kvq.codecs.packed import pack_parts
 from kvq.codecs.quantizers import Parts, to_stored
 from kvq.errors import at_least, require
@@ -86,7 +86,7 @@ class RmsLevelsQuantizer(LevelsQuantizer):
         energy = groups.square().sum(-1, keepdim=True)
         rms = (energy / groups.shape[-1]).sqrt().clamp_min(1e-12)
         codes = nearest_level(groups / rms * self.per_rms, (levels[1:] + levels[:-1]) / 2)
-        product = (groups * looked_up(levels, codes)).sum(-1, keepdim=True)
+        product = (groups * look_up(levels, codes)).sum(-1, keepdim=True)
         scale = torch.where(product > 0, energy / product.clamp_min(1e-30), 0) * self.one
         stored = {"scale": to_stored(scale.squeeze(-1), torch.float16)}
         return pack_parts(codes.flatten(-2)[..., : x.shape[-1]], self.bits) | stored

@@ -14,7 +14,7 @@ from scipy import special
 from scipy.interpolate import CubicSpline
 from torch import Size, Tensor
 
-from kvq.codecs.levels import Array, fixed_point, looked_up, nearest_level
+from kvq.codecs.levels import Array, fixed_point, look_up, nearest_level
 from kvq.codecs.packed import pack_parts, unpack_parts
 from kvq.codecs.quantizers import Parts, Quantizer, to_stored
 from kvq.errors import Unsupported, require
@@ -158,7 +158,7 @@ class OctahedralQuantizer(Quantizer):
         codes = [torch.zeros_like(seed) for seed in seeds]
         for moves in itertools.product((0, -1, 1), repeat=2):  # of equal ones, the nearest levels
             tried = [(seed + move).clamp(0, len(levels) - 1) for seed, move in zip(seeds, moves, strict=True)]
-            direction = _to_direction(*(looked_up(levels, code) for code in tried))
+            direction = _to_direction(*(look_up(levels, code) for code in tried))
             along = sum(part * t[..., axis] for axis, part in enumerate(direction))
             better = along > best
             best = torch.where(better, along, best)
@@ -172,8 +172,8 @@ class OctahedralQuantizer(Quantizer):
     def decode(self, parts: Parts, shape: Size, dtype: torch.dtype) -> Float[Tensor, "*lead heads tokens dim"]:
         found = {name: unpack_parts(parts, width, shape[-2], name) for name, width in self.indices.items()}
         (levels, _), (norms, _) = self._tables(shape[-1], dtype, found["xi"].device)
-        direction = torch.stack(_to_direction(looked_up(levels, found["xi"]), looked_up(levels, found["eta"])), -1)
-        norm = looked_up(norms, found["norm"]).unsqueeze(-1) if "norm" in found else norms
+        direction = torch.stack(_to_direction(look_up(levels, found["xi"]), look_up(levels, found["eta"])), -1)
+        norm = look_up(norms, found["norm"]).unsqueeze(-1) if "norm" in found else norms
         return (direction * norm).flatten(-2)[..., : shape[-1]]
 
 

@@ -196,7 +196,7 @@ def test_grouped_rotations_join_as_many_heads_as_they_can(heads: int, joined: in
 def test_channels_are_put_in_the_order_of_their_sums() -> None:
     x = torch.randn(3, 50, 8)
     stage = ChannelOrder()
-    stage = stage.bound(stage.fit(x, None, 0), 3, 8)  # type: ignore[assignment]
+    stage = stage.bind(stage.fit(x, None, 0), 3, 8)  # type: ignore[assignment]
     y = stage.forward(x)[0]
     sums = y.sum(-2).flatten()
     assert all(a <= b + 1e-4 for a, b in itertools.pairwise(sums.tolist()))

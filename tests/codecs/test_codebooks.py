@@ -20,7 +20,7 @@ from kvq.codecs.vector import (
     PlainCodebook,
     SignedCodebook,
     e8p_patterns,
-    shipped,
+    load_codebooks,
 )
 from kvq.errors import DataError
 
@@ -130,7 +130,7 @@ def test_the_shipped_file_is_the_one_the_code_names():
 @pytest.mark.parametrize("bits", [1, 2])
 def test_tuned_entries_take_four_bits(bits):
     """An integer times one fp16 step: 0 to 15 beside sign bits, else -7 to 7."""
-    entries = shipped()[f"finetuned_{bits}b"]
+    entries = load_codebooks()[f"finetuned_{bits}b"]
     step = entries.abs().max() / (15 if bits == 2 else 7)
     assert step.half().float() == pytest.approx(float(step), rel=1e-6)
     codes = entries / step
@@ -140,12 +140,12 @@ def test_tuned_entries_take_four_bits(bits):
 
 def test_a_damaged_file_is_named(tmp_path, monkeypatch):
     (tmp_path / "gaussian8.safetensors").write_bytes(FILE.read_bytes()[:-1])
-    shipped.cache_clear()
+    load_codebooks.cache_clear()
     monkeypatch.setattr("kvq.codecs.vector.FILE", tmp_path / "gaussian8.safetensors")
     with pytest.raises(DataError, match=r"gaussian8.safetensors is missing or damaged.*make codebooks"):
-        shipped()
+        load_codebooks()
     monkeypatch.undo()
-    shipped.cache_clear()
+    load_codebooks.cache_clear()
 
 
 @functools.cache

@@ -67,7 +67,7 @@ def test_viterbi_finds_the_string_of_least_weighted_error() -> None:
 def test_recorded_errors_are_those_of_fresh_draws(memory: int, bits: int) -> None:
     recorded = json.loads((ROOT / "results/bench/trellises.json").read_text())["trellises"]
     (row,) = [row for row in recorded if (row["memory"], row["bits"]) == (memory, bits)]
-    assert trellis.errors(memory)[bits - 1] == pytest.approx(row["mse"], rel=1e-5)
+    assert trellis.mean_squared_errors(memory)[bits - 1] == pytest.approx(row["mse"], rel=1e-5)
     assert row["db"] == pytest.approx(10 * math.log10(row["mse"] * 4**bits), abs=2e-3)
     x, layout = normal(400, 256, seed=7), Layout((bits,) * 256)
     out = trellis.decode(trellis.encode(x, torch.ones(256), layout, memory), layout, memory, torch.float32)
@@ -76,9 +76,13 @@ def test_recorded_errors_are_those_of_fresh_draws(memory: int, bits: int) -> Non
 
 def test_more_states_and_trellises_at_all_are_worth_it() -> None:
     for bits in range(1, 7):
-        assert trellis.errors(12)[bits - 1] < trellis.errors(10)[bits - 1] < trellis.errors(8)[bits - 1]
-        assert trellis.errors(8)[bits - 1] < ScalarQuantizer(bits).errors[bits]
-        assert trellis.errors(12)[bits - 1] > 4.0**-bits
+        assert (
+            trellis.mean_squared_errors(12)[bits - 1]
+            < trellis.mean_squared_errors(10)[bits - 1]
+            < trellis.mean_squared_errors(8)[bits - 1]
+        )
+        assert trellis.mean_squared_errors(8)[bits - 1] < ScalarQuantizer(bits).errors[bits]
+        assert trellis.mean_squared_errors(12)[bits - 1] > 4.0**-bits
 
 
 def test_scalar_errors_are_those_of_max() -> None:

@@ -148,11 +148,11 @@ DAMAGES = [
     ),
     (
         "method nsnquant",
-        "return self._patterns.lookup(codes[:1]).mul_(looked_up(self._signs, codes[1]))",
+        "return self._patterns.lookup(codes[:1]).mul_(look_up(self._signs, codes[1]))",
         "mul_(",
         "add_(",  # a factor would go unseen: the gain of a vector takes it out again
     ),
-    ("method nsnquant", "return self._turned(codes * step)", "codes * step", "codes * step * 0.99"),
+    ("method nsnquant", "return self._transpose(codes * step)", "codes * step", "codes * step * 0.99"),
     (
         "method turboquant/prod",
         "return call(self.key, key_states), call(self.value, value_states)",

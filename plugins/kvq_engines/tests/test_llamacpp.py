@@ -99,7 +99,7 @@ def test_a_preset_stores_what_the_engine_stores(kind, variant, file, tokens):
     for layer, (place, side) in itertools.product(range(LAYERS), enumerate(("key", "value"))):
         theirs = held[layer][place]
         codec = getattr(method, side)
-        ours = codec.staged(codec.decode(getattr(cache.kv_layers[layer], side).packed[0]))[0]
+        ours = codec.apply_stages(codec.decode(getattr(cache.kv_layers[layer], side).packed[0]))[0]
         off = theirs - ours
         # A block whose scale lies halfway between two fp16 numbers may be rounded to the other one.
         assert layer or ((off.abs() > 1e-4 * theirs.abs().max()).sum() <= 2 * 32), side

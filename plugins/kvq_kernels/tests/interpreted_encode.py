@@ -90,7 +90,7 @@ class SearchedOnGpu(FusedCodec):
     def encode_block(self, blocks, rope=None):
         return Codec.encode_block(self, blocks, rope)
 
-    def _coded(self, y, dtype):
+    def _quantize(self, y, dtype):
         return encode_gpu.search(self.quantizer, y)
 
 

@@ -203,7 +203,7 @@ def test_groups_of_tokens() -> None:
     assert method.key is not None
     assert method.residual.key.schedule(method.key.token_group) == (128, 16)
     assert DeflateCodec({}, [], UniformQuantizer(2, "per_channel", None), 16).token_group is None
-    assert method.key.rebuilt(method.key.stages).token_group == 16
+    assert method.key.with_stages(method.key.stages).token_group == 16
 
 
 @pytest.mark.parametrize(

@@ -156,7 +156,7 @@ def test_the_transform_by_queries_is_its_definition():
     keys, moments = normal(2, 300, 12, seed=1), normal(2, 12, 12, seed=2)
     moments = moments @ moments.mT + torch.eye(12, dtype=torch.float64)
     stage = QueryTransform(group=4)
-    bound = stage.bound(stage.fit(keys, None, 0, moments=moments), 2, 12)
+    bound = stage.bind(stage.fit(keys, None, 0, moments=moments), 2, 12)
     out = bound.forward(keys[None])[0]
     torch.testing.assert_close(bound.inverse(out, {}), keys[None], atol=1e-5, rtol=1e-5)
     for head in range(2):
