@@ -45,7 +45,7 @@ def fitted(codec: Codec, x: Tensor) -> Codec:
             codec, codec.quantizer.fit_layers({place: codec}, {0: states}, after_sinks)[place], heads, dim
         )
     if any(isinstance(part, LearnedRotation) for part in parts.values()):
-        tables = {f"{name}.rotation": part.begin(dim).float() for name, part in parts.items()}  # type: ignore[attr-defined]
+        tables = {f"{name}.rotation": part.initial_rotation(dim).float() for name, part in parts.items()}  # type: ignore[attr-defined]
     else:
         moments = flat.double().mT @ flat.double() / tokens
         tables = fit_codec(codec, flat, None, rope_table(tokens, dim), 0, moments)

@@ -168,15 +168,15 @@ def test_a_learned_rotation_stays_orthogonal_and_descends() -> None:
 @pytest.mark.parametrize("dim", [16, 80, 128])
 def test_where_learning_begins(dim: int) -> None:
     """As released: every row of a Hadamard matrix has a sign of its own; or the matrix alone."""
-    plain = LearnedRotation(start="hadamard").begin(dim)
-    begun = LearnedRotation().begin(dim)
+    plain = LearnedRotation(start="hadamard").initial_rotation(dim)
+    begun = LearnedRotation().initial_rotation(dim)
     assert begun.dtype == plain.dtype == torch.float64
     assert torch.allclose(begun @ begun.T, torch.eye(dim, dtype=torch.float64), atol=1e-12)
     signs = (begun / plain).mean(1)
     assert torch.allclose(begun, signs[:, None] * plain, atol=1e-12)
     assert {round(float(sign), 9) for sign in signs} == {-1.0, 1.0}
-    assert torch.equal(begun, LearnedRotation().begin(dim))
-    assert not torch.equal(begun, LearnedRotation(seed=1).begin(dim))
+    assert torch.equal(begun, LearnedRotation().initial_rotation(dim))
+    assert not torch.equal(begun, LearnedRotation(seed=1).initial_rotation(dim))
 
 
 @pytest.mark.parametrize(("heads", "joined"), [(8, 4), (4, 4), (2, 2), (6, 3), (1, 1), (5, 1)])
