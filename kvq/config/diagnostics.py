@@ -110,7 +110,12 @@ class DistributionConfig(CaptureConfig):
 
 @dataclass
 class ErrorConfig(CaptureConfig):
-    """Errors of keys, values and attention, for a method's stages in part and whole, by `bins` of positions."""
+    """Errors of keys, values and attention outputs after some or all stages of a method.
+
+    Attributes:
+        arms: which stages are applied: every prefix of their order, or every subset.
+        bins: intervals of positions for which errors are also averaged.
+    """
 
     name: str = "error"
     context: Several = 1024

@@ -63,13 +63,13 @@ def explain(error: Exception, overrides: Sequence[str], config_dir: str | Path |
             return _unknown_launcher(missing.rpartition("/")[2], error.options or [])
         if missing.startswith("task/") and missing.endswith("_schema"):
             name = missing.removeprefix("task/").removesuffix("_schema")
-            return plugins.why_not(name, plugins.folder_in_use(config_dir))
+            return plugins.unknown_task(name, plugins.folder_in_use(config_dir))
         group, _, name = missing.partition("/")
-        return unknown_choice(group, name, config_dir) if group in choices(config_dir) else _flat(error)
+        return unknown_choice(group, name, config_dir) if group in choices(config_dir) else _one_line(error)
     if isinstance(error, OverrideParseException):
         return f"{error.override}: cannot be read as setting=value"
     if isinstance(error, AssertionError):
-        return _below_null(overrides, config_dir) or _flat(error)
+        return _child_of_null(overrides, config_dir) or _one_line(error)
     text = str(error)
     if match := re.match(r"Could not override '([^']+)'", text):
         return _unknown_key(match[1], overrides, config_dir)
@@ -82,18 +82,19 @@ def explain(error: Exception, overrides: Sequence[str], config_dir: str | Path |
         return f"{match[1]}: several values need -m (a sweep)"
     if match := re.match(r"Config group override must be a string or a list. Got", text):
         nameless = next((f"{given}: cannot be read as setting=value" for given in overrides if given[:1] == "="), None)
-        return nameless or value_for_choice(overrides, config_dir) or _flat(error)
-    return _reason(error.__cause__) if isinstance(error.__cause__, OmegaConfBaseException) else _flat(error)
+        return nameless or value_for_choice(overrides, config_dir) or _one_line(error)
+    return _reason(error.__cause__) if isinstance(error.__cause__, OmegaConfBaseException) else _one_line(error)
 
 
-def _flat(error: object) -> str:
+def _one_line(error: object) -> str:
+    """The text of an error with all white space, line breaks too, as single spaces."""
     return " ".join(str(error).split())
 
 
 def _reason(error: BaseException, named: bool = False) -> str:
     """The message of OmegaConf without its lines about types; an unknown enum value gets a suggestion."""
     key = None if named else getattr(error, "full_key", None)
-    first = _flat(str(getattr(error, "msg", None) or error).splitlines()[0])
+    first = _one_line(str(getattr(error, "msg", None) or error).splitlines()[0])
     hint = ""
     if match := re.search(r"Invalid value '(.+?)', expected one of \[(.+)\]", first):
         hint = "." + did_you_mean(match[1], match[2].split(", "))
@@ -110,6 +111,7 @@ def unknown_choice(group: str, name: str, config_dir: str | Path | None = None) 
 
 
 def _unknown_launcher(name: str, installed: Sequence[str]) -> str:
+    """The error line for a `hydra/launcher` that is not installed or unknown."""
     if name in LAUNCHERS:
         return f"hydra/launcher={name}: not installed; pip install -e '.[{LAUNCHERS[name]}]'"
     known = sorted({*installed, *LAUNCHERS})
@@ -126,8 +128,8 @@ def value_for_choice(overrides: Sequence[str], config_dir: str | Path | None = N
     return None
 
 
-def _below_null(overrides: Sequence[str], config_dir: str | Path | None) -> str | None:
-    """One line for a setting below null, or below what the command line makes a number of."""
+def _child_of_null(overrides: Sequence[str], config_dir: str | Path | None) -> str | None:
+    """The error line for `a.b=...` where `a` is null, or is itself given a plain value; None where neither is so."""
     given = {setting_of(override): override for override in overrides}
     parents = {key: parent for key in given if (parent := key.rpartition(".")[0])}
     for key, parent in parents.items():
@@ -146,6 +148,7 @@ def _below_null(overrides: Sequence[str], config_dir: str | Path | None) -> str 
 
 
 def _unknown_key(key: str, overrides: Sequence[str], config_dir: str | Path | None) -> str:
+    """The error line for a setting that no schema has, with the settings beside it or the most similar name."""
     groups = choices(config_dir)
     if key in groups:
         given = next((o.partition("=")[2] for o in overrides if o.partition("=")[0] == key), "...")
@@ -175,6 +178,7 @@ def _known_keys(key: str, overrides: Sequence[str], config_dir: str | Path | Non
 
 
 def _dotted(cfg: DictConfig, prefix: str = "") -> list[str]:
+    """Dotted names of all settings in a configuration, groups of settings included."""
     names = []
     for name in map(str, cfg):
         full = f"{prefix}{name}"
@@ -198,15 +202,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = parser.parse_args(arguments)
     try:
         with plugins.using(given.config_dir):
-            print(overview() if given.group is None else listed(given.group, given.word))
+            print(overview() if given.group is None else list_choices(given.group, given.word))
     except KvqError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     return 0
 
 
-def listed(group: str, word: str = "") -> str:
-    """Choices of a group (`method` or `methods`) whose name or description has a word, each with its description."""
+def list_choices(group: str, word: str = "") -> str:
+    """One line of text, name and description, per choice of a group (`method` or `methods`) that has `word`."""
     known = choices()
     name = group if group in known else group.removesuffix("s")
     if name not in known:

@@ -48,7 +48,7 @@ def canonical(
             "fingerprint": dataset_fingerprint,
         },
         "method": canonical_method(method)
-        | _said(calibration=_calibration(method, calibration_fingerprint) if calibrated else None),
+        | _without_empty(calibration=_calibration(method, calibration_fingerprint) if calibrated else None),
         "residual": {
             side: _bare_side(getattr(residual, side)) if getattr(method, side) or method.backend else None
             for side in SIDES
@@ -59,7 +59,7 @@ def canonical(
     packed, kept = cache.attention is Attention.packed, cache.window_layers is WindowLayers.keep
     return _plain(
         found
-        | _said(
+        | _without_empty(
             attention=cache.attention if packed and quantized and timed else None,  # scores do not depend on it
             window_layers=cache.window_layers if kept and quantized else None,
             latent=cache.mla if cache.mla is Mla.expanded else None,  # also in full precision
@@ -78,7 +78,7 @@ def canonical_method(method: MethodConfig) -> dict[str, Any]:
     texts = kept.texts if method.key is not None else []
     found: dict[str, Any] = _plain(
         codecs
-        | _said(
+        | _without_empty(
             full_precision_layers={side: sorted(set(layers[side])) for side in layers if layers[side] and codecs[side]},
             bits_by_layer={side: given for side, given in bits.items() if any(own != given[0] for own in given)},
             backend=None if method.backend is None else {**vars(method.backend), "mode": MODE},
@@ -91,12 +91,12 @@ def canonical_method(method: MethodConfig) -> dict[str, Any]:
             eviction=method.eviction,
             token_policy=method.token_policy,
         )
-        | (_said(**method.policies) if quantized else {})
+        | (_without_empty(**method.policies) if quantized else {})
     )
     return dict(with_names(found, earlier_names()))
 
 
-def _said(**settings: Any) -> dict[str, Any]:
+def _without_empty(**settings: Any) -> dict[str, Any]:
     """Settings without those that are empty: a setting that came after the first records leaves older keys valid."""
     return {name: value for name, value in settings.items() if value not in (None, False, 0, {})}
 
@@ -150,7 +150,7 @@ def _model(config: Config, fingerprint: str) -> dict[str, Any]:
     Weights that a checkpoint has in quantized form are in its fingerprint.
     """
     model = config.model
-    return {"dtype": model.dtype, "outliers": _outliers(model.outliers), "fingerprint": fingerprint} | _said(
+    return {"dtype": model.dtype, "outliers": _outliers(model.outliers), "fingerprint": fingerprint} | _without_empty(
         trust_remote_code=model.trust_remote_code,
         load_in=model.load_in if model.load_in in ("4bit", "8bit") else None,
         attn_implementation=model.attn_implementation,
@@ -181,6 +181,11 @@ def _bare_side(side: ResidualSide) -> dict[str, Any]:
 
 
 def _bare_codec(codec: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    """A codec's settings without stages that are null; None: full precision.
+
+    Raises:
+        ConfigError: the codec has no stages or no order.
+    """
     if codec is None or "stages" not in codec:
         return None if codec is None else dict(codec)
     if not isinstance(codec["stages"], Mapping) or not isinstance(codec.get("order"), Sequence):
@@ -190,6 +195,7 @@ def _bare_codec(codec: Mapping[str, Any] | None) -> dict[str, Any] | None:
 
 
 def _plain(value: Any) -> Any:
+    """Enums as names, dataclasses as dicts, mappings and sequences with them inside: values that JSON can hold."""
     if value is None or type(value) in (str, int, float, bool):  # most are
         return value
     if isinstance(value, enum.Enum):

@@ -79,6 +79,7 @@ class LayoutConfig:
                 raise ConfigError(f"layout.metric={self.metric}: layout.metrics has no {piece}")
 
     def _check_names(self) -> None:
+        """Refuse axis labels without overrides in `names`, or null ones without a reason."""
         for axis, labels in self.axes.items():
             for label in labels:
                 if label not in self.names:

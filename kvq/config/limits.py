@@ -27,22 +27,22 @@ Check = Callable[[str, Any], None]
 
 
 def least(lowest: int) -> Check:
-    """Numbers from `lowest` on."""
+    """A check for numbers from `lowest` on."""
     return functools.partial(at_least, lowest=lowest)
 
 
 def between(lowest: int, highest: int) -> Check:
-    """Numbers from `lowest` to `highest`."""
+    """A check for numbers from `lowest` to `highest`, both included."""
     return functools.partial(within, lowest=lowest, highest=highest)
 
 
 def among(options: Sequence[str]) -> Check:
-    """One of these."""
+    """A check for one of these names."""
     return functools.partial(check_choice, options=options)
 
 
 def each(lowest: int) -> Check:
-    """Lists of numbers from `lowest` on, one or more, each once."""
+    """A check for lists of distinct numbers, at least one, none below `lowest`."""
 
     def check(setting: str, given: Sequence[float]) -> None:
         each_once(setting, given)
@@ -101,14 +101,15 @@ def check_limits(prefix: str, settings: object) -> None:
 
 @functools.cache
 def _checks(kind: type) -> tuple[tuple[str, Check], ...]:
+    """The name and check of every field of a dataclass whose annotation declares one."""
     hints = get_type_hints(kind, include_extras=True)
-    return tuple((name, check) for name, hint in hints.items() for check in _declared(hint))
+    return tuple((name, check) for name, hint in hints.items() for check in _declared_checks(hint))
 
 
-def _declared(hint: Any) -> list[Check]:
+def _declared_checks(hint: Any) -> list[Check]:
     """The checks of `Annotated[...]`, also where it is one of several types (`Count | None`)."""
     own = list(hint.__metadata__) if get_origin(hint) is Annotated else []
-    return own or [check for inner in get_args(hint) for check in _declared(inner)]
+    return own or [check for inner in get_args(hint) for check in _declared_checks(inner)]
 
 
 EMBEDDED, DISTRIBUTION = "embedded:", "distribution:"
@@ -123,5 +124,6 @@ def file_hash(file: Path) -> str:
 
 @functools.lru_cache(maxsize=64)
 def _file_hash(file: Path, modified: int, size: int) -> str:  # a changed file is hashed again
+    """The sha256 (hex) of a file, cached until its time of change or size differs."""
     with file.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()

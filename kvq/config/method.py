@@ -238,4 +238,5 @@ class MethodConfig:
 
     @property
     def is_full_precision(self) -> bool:
+        """Whether neither codecs, a backend nor an eviction policy changes the cache."""
         return self.key is None and self.value is None and self.backend is None and self.eviction is None

@@ -92,6 +92,7 @@ _failures: dict[str, str] = {}
 
 
 def _load(entry: importlib.metadata.EntryPoint) -> Plugin | None:
+    """The plugin of an entry point; None, with a line on stderr, where its import fails."""
     try:
         plugin = entry.load()
         if not isinstance(plugin, Plugin):
@@ -209,8 +210,8 @@ def register_tasks(folder: Path | None) -> None:
             store_choice("task", f"{yaml.stem}_schema", partial(_settings_beside, yaml.stem, file))
 
 
-def why_not(task: str, folder: Path | None) -> str:
-    """One line for a task whose schema nobody registered."""
+def unknown_task(task: str, folder: Path | None) -> str:
+    """The error line for a task whose schema neither a plugin nor the folder registers."""
     place = f"no {task}.py in {folder}" if folder else "no --config-dir"
     return (
         f"task={task}: its settings ({task}_schema) are not known: {place}, and no plugin (entry point of the group "
@@ -230,6 +231,7 @@ def where_searched(module: str) -> str:
 
 
 def _import_task(task: str, name: str, file: Path | None) -> ModuleType:
+    """The module `name` of a task, from `file` where given; `ConfigError` where it fails or is another file's."""
     where = name if file is None else str(file)
     try:
         module = importlib.import_module(name)
@@ -246,7 +248,7 @@ def settings_of_task(task: str) -> type[TaskConfig]:
     """The dataclass of the settings of a plugin's task, whose module is imported."""
     plugin = next((plugin for plugin in installed().values() if task in plugin.tasks), None)
     if plugin is None:
-        raise ConfigError(why_not(task, None))
+        raise ConfigError(unknown_task(task, None))
     if plugin.settings is not None:
         found: type[TaskConfig] = importlib.import_module(plugin.settings).SCHEMAS[task]
         return found

@@ -45,8 +45,8 @@ class ResidualSide:
     size: int
     prefill_block: PrefillBlock
 
-    def in_blocks(self) -> ResidualSide:
-        """The same, with a prompt in blocks of `size`: a window drops whole blocks, never one block of everything."""
+    def with_prefill_in_blocks(self) -> ResidualSide:
+        """The same with a prompt quantized in blocks of `size` tokens, so that a window can drop whole blocks."""
         return self if self.policy is Policy.none else replace(self, prefill_block=PrefillBlock.size)
 
     def schedule(self, token_group: int | None) -> tuple[int, int]:
@@ -64,8 +64,12 @@ class ResidualSide:
         """Every token is quantized as it is written (`sliding` of size 0)."""
         return self.policy is Policy.sliding and self.size == 0
 
-    def at_once(self) -> ResidualSide:
-        """The side under `Residual.at_once`."""
+    def for_parallel_scoring(self) -> ResidualSide:
+        """See `Residual.for_parallel_scoring`.
+
+        Raises:
+            ConfigError: `size` is 0, so there is no block.
+        """
         if self.keeps_nothing:
             return self
         if self.size == 0:
@@ -80,9 +84,9 @@ class Residual:
     key: ResidualSide
     value: ResidualSide
 
-    def at_once(self) -> Residual:
-        """The same blocks under policy `none`, for `parallel` scoring; a side that keeps nothing is at once already."""
-        return Residual(self.key.at_once(), self.value.at_once())
+    def for_parallel_scoring(self) -> Residual:
+        """The residual for scoring that quantizes a whole window at once: the same blocks, no recent tokens kept."""
+        return Residual(self.key.for_parallel_scoring(), self.value.for_parallel_scoring())
 
 
 def effective_residual(default: ResidualConfig, override: ResidualConfig) -> Residual:
@@ -91,6 +95,7 @@ def effective_residual(default: ResidualConfig, override: ResidualConfig) -> Res
 
 
 def _side(name: str, default: ResidualConfig, override: ResidualConfig) -> ResidualSide:
+    """The residual of one side (`name`): settings of the override before the default's, the side's own first."""
     layers = [getattr(override, name), override, getattr(default, name), default]
     policy = next((layer.policy for layer in layers if layer.policy is not None), None)
     size = next((layer.size for layer in layers if layer.size is not None), None)

@@ -26,12 +26,12 @@ def resolve_part(cfg: DictConfig, part: str) -> Any:
     _check_keys(cfg[part], f"{part}.")
     bits_of(cfg)
     try:
-        return _typed(part, OmegaConf.to_object(cfg[part]))
+        return _check_types(part, OmegaConf.to_object(cfg[part]))
     except OmegaConfBaseException as error:
         raise _one_line(error) from error
 
 
-def _typed(part: str, settings: Any) -> Any:
+def _check_types(part: str, settings: Any) -> Any:
     """The settings; a task's are refused where no schema has checked them."""
     if part == "task" and not isinstance(settings, TaskConfig):
         raise _untyped(settings)
@@ -48,7 +48,7 @@ def resolve(cfg: DictConfig) -> Config:
         raise _one_line(error) from error
     if not isinstance(config, Config):
         raise ConfigError(f"configuration of type {type(config).__name__}: its defaults must begin with config_schema")
-    _typed("task", config.task)
+    _check_types("task", config.task)
     _compose_layers(cfg, config)
     return config
 
@@ -61,11 +61,12 @@ def _compose_layers(cfg: DictConfig, config: Config) -> None:
     if by_layer:
         by_layer.at = {
             bits.label: _method_at(cfg, bits)
-            for bits in by_layer.occurring(parse_bits(config.bits, config.method.real_bits))
+            for bits in by_layer.distinct_bits(parse_bits(config.bits, config.method.real_bits))
         }
 
 
 def _method_at(cfg: DictConfig, bits: Bits) -> MethodConfig:
+    """The method composed at `bits`, the same in all layers."""
     whole = copy.deepcopy(cfg)
     whole.bits = bits.label
     whole.method.bits_by_layer = BitsByLayerConfig()
@@ -120,6 +121,7 @@ def _check_keys(cfg: DictConfig, prefix: str = "") -> None:
 
 
 def _one_line(error: OmegaConfBaseException) -> ConfigError:
+    """OmegaConf's error as a `ConfigError` with the setting and the first line of the message."""
     setting = f"{error.full_key}: " if error.full_key else ""
     return ConfigError(f"{setting}{str(error.msg or error).splitlines()[0]}")
 

@@ -92,6 +92,7 @@ def _check_name(given: str, name: str) -> None:
 
 
 def _mode_of_environment() -> WandbMode:
+    """The mode of Weights & Biases that WANDB_MODE names, online by default; `ConfigError` for another."""
     named = os.environ.get("WANDB_MODE", "").strip().lower() or "online"
     try:
         return _OLD_MODES.get(named) or WandbMode(named)
@@ -143,6 +144,7 @@ class OutliersConfig:
 
 
 def _check_stored(setting: str, dtype: Dtype | None) -> None:
+    """Refuse float64 as dtype of what is stored."""
     if dtype is Dtype.float64:
         raise ConfigError(f"{setting}={dtype}: null, float16, bfloat16 or float32")
 
@@ -198,6 +200,7 @@ class ModelConfig:
         self._check_memory()
 
     def _check_memory(self) -> None:
+        """Refuse `max_memory` that is no mapping of devices to sizes, or that comes without `device_map`."""
         if (given := self.max_memory) is None:
             return
         pairs = [f"{device}: {size}" for device, size in given.items()] if isinstance(given, Mapping) else []
@@ -349,4 +352,4 @@ class Config:
         """The method's default under this run's `residual`; `parallel` and `continuation` quantize at once."""
         residual = effective_residual(self.method.residual, self.residual)
         in_turn = getattr(self.task, "scoring", Scoring.generation) is Scoring.generation
-        return residual if in_turn else residual.at_once()
+        return residual if in_turn else residual.for_parallel_scoring()

@@ -26,7 +26,9 @@ class TaskConfig:
 
     `version` is raised when the task's scores would change: records of the one before are stale.
 
-    Ranges that its annotations declare (`kvq.config.limits`) are checked.
+    Ranges that its annotations declare (`kvq.config.limits`) are checked. The other class variables are no settings:
+    they say what the task needs (`reads_weights`, `reads_cache`, `timed`, `calibrates_itself`), and which settings are
+    left out of a run's key (`later`: at their default, `outputs`, `of_methods`: in full precision).
     """
 
     version: ClassVar[int]

@@ -154,6 +154,7 @@ class NiahConfig(ItemsConfig):
         self._check_templates()
 
     def _check_templates(self) -> None:
+        """Raise `ConfigError` for needle, question and answer templates that do not fit together."""
         if (self.needle is None) != (self.question is None):
             raise ConfigError("task.needle and task.question: give both templates, or neither")
         known = {"needle": _fields("needle", self.needle), "question": _fields("question", self.question)}
@@ -175,7 +176,11 @@ class NiahConfig(ItemsConfig):
 
 
 def _fields(setting: str, template: str | None) -> set[str]:
-    """Names in braces."""
+    """Names of the fields in braces of a template: `key`, `value`.
+
+    Raises:
+        ConfigError: other fields, or fields with a format; the message names `task.<setting>`.
+    """
     try:
         parts = [part for part in string.Formatter().parse(template or "") if part[1] is not None]
     except ValueError as error:

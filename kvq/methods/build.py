@@ -17,7 +17,7 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from kvq.codecs import Codec, HeadsCodec, check_single_heads
 from kvq.config import Config, MethodConfig, plugins
-from kvq.config.bits import Bits, at_heads, check_range, mean_width, parse_bits
+from kvq.config.bits import Bits, bits_per_head, check_range, mean_width, parse_bits
 from kvq.config.explain import composed
 from kvq.config.identity import canonical_method
 from kvq.config.residual import ResidualConfig, effective_residual
@@ -151,7 +151,7 @@ def _by_layer(method: MethodConfig, residual: ResidualConfig, bits: Any, head_di
     if method.bits_range is None:
         raise ConfigError(f"method.bits_by_layer: {method.name} stores at a fixed rate and takes no bits")
     given, (lowest, highest) = parse_bits(bits, method.real_bits), method.bits_range
-    occurring = asked.occurring(given)
+    occurring = asked.distinct_bits(given)
     for side in ("key", "value"):
         own = getattr(asked, side)
         if own and any(not lowest <= getattr(at, side) <= highest for at in occurring):
@@ -180,7 +180,7 @@ def _check_heads(side: str, methods: Sequence[Method], head_dim: int) -> None:
 
 def _of_heads(built: Mapping[str, Method], key: Any, value: Any) -> Method:
     """The method of a layer, from those at the bits that occur by label; see `kvq.config.bits.Widths`."""
-    keys, values = at_heads(key, value)
+    keys, values = bits_per_head(key, value)
     whole = next(built[at.label] for at in keys if at is not None)
     own: dict[str, Any] = {
         side: HeadsCodec([None if at is None else getattr(built[at.label], side) for at in heads])

@@ -333,7 +333,7 @@ class Method:
         if self.window_layers is WindowLayers.keep:
             return None, residual
         drops = codec is not None and not codec.stores_lists and not self.sink_tokens
-        return codec, residual.in_blocks() if drops else residual
+        return codec, residual.with_prefill_in_blocks() if drops else residual
 
     def _side(self, side: str, place: int, held: Sequence[KvLayer], keep_decoded: bool) -> CacheSide:
         residual, count = getattr(self.residual, side), len(held)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from kvq.config import plugins
-from kvq.config.composing import unchanged_files
+from kvq.config.composing import assume_unchanged_files
 from kvq.errors import KvqError, RecordError, check_path, printable, reason_of
 from kvq.results.files import write_file
 from kvq.results.store import Broken, Store
@@ -39,7 +39,7 @@ def run(given: argparse.Namespace, work: Callable[[argparse.Namespace], int]) ->
     try:
         folder: Path | None = given.config_dir
         check_path("--config-dir", None if folder is None else str(folder))
-        with plugins.using(folder), unchanged_files():
+        with plugins.using(folder), assume_unchanged_files():
             return work(given)
     except KvqError as error:
         print(printable(f"error: {error}"), file=sys.stderr)

@@ -81,7 +81,7 @@ def scoring_bounds(method: Method, length: int, chunk: int | None = None) -> lis
 
 def parallel_method(method: Method) -> Method:
     """The method with residual `none` on both sides; block sizes stay."""
-    return dataclasses.replace(method, residual=method.residual.at_once())
+    return dataclasses.replace(method, residual=method.residual.for_parallel_scoring())
 
 
 def without_codecs(method: Method) -> Method:

@@ -58,12 +58,12 @@ def test_no_residual_under_block_quantizes_everything_as_it_comes() -> None:
 def test_nothing_is_kept_under_sliding_of_size_0() -> None:
     residual = effective_residual(DEFAULT, ResidualConfig(policy=Policy.sliding, size=0))
     assert residual.key.keeps_nothing
-    assert residual.at_once() == residual
+    assert residual.for_parallel_scoring() == residual
     assert not effective_residual(DEFAULT, ResidualConfig(size=0)).key.keeps_nothing
 
 
 def test_at_once_keeps_the_blocks() -> None:
-    residual = effective_residual(DEFAULT, ResidualConfig(value=ResidualSideConfig(size=32))).at_once()
+    residual = effective_residual(DEFAULT, ResidualConfig(value=ResidualSideConfig(size=32))).for_parallel_scoring()
     assert {residual.key.policy, residual.value.policy} == {Policy.none}
     assert (residual.key.size, residual.value.size) == (128, 32)
     assert residual.key.prefill_block is PrefillBlock.whole

@@ -221,7 +221,7 @@ def test_what_is_refused() -> None:
             KVCache(loaded(), method, **settings)  # type: ignore[arg-type]
     for changed in (
         {"full_precision_layers": {"value": [0]}},
-        {"residual": method.residual.at_once()},
+        {"residual": method.residual.for_parallel_scoring()},
     ):
         with pytest.raises(Unsupported, match="all layers"):
             KVCache(loaded(), dataclasses.replace(method, **changed))  # type: ignore[arg-type]
