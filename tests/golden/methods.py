@@ -90,6 +90,8 @@ def fitting(name: str) -> list[str]:
         return ["method.first_layers.count=1"]
     if name.endswith("/kvsink"):  # no token of a random model is as extreme as a sink
         return ["method.policies.sink_detection.share=0.15"]
+    if name.endswith("/start"):  # while decoding
+        return [f"method.policies.start.tokens={PROMPT + 3}"]
     if family == "oscar_covariance":  # 64 sinks and a window of 256 would hold all tokens
         return ["method.sink_tokens=8", "residual.size=32"]
     if family == "kvarn":

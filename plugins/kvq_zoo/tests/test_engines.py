@@ -121,6 +121,7 @@ ORACLES = {
     "engine/lmdeploy_42": {side: by.lmdeploy_42(side) for side in ("key", "value")},
     "engine/mlx_8": both(by.by_group(64, by.edge(8))),
     "engine/mlx_4": both(by.by_group(64, by.edge(4))),
+    "engine/mlx_4/start": both(by.by_group(64, by.edge(4))),
     "engine/exllama2_q4": exllama2(4, 4),
     "engine/exllama2_q6": exllama2(8, 4),
     "engine/exllama2_q8": exllama2(8, 8),
