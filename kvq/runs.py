@@ -32,7 +32,7 @@ from kvq.models.weights import rounded_weights
 from kvq.results import Provenance, Record, Store, run_key
 from kvq.results.files import Journal
 from kvq.results.metrics import units_of
-from kvq.results.presets import worded
+from kvq.results.presets import with_departures
 from kvq.results.provenance import PeakMemory, collect, full_precision_words, single_command, timed, utc_now
 from kvq.results.record import Status
 from kvq.results.store import State
@@ -270,7 +270,7 @@ def _measure(prepared: Prepared, baseline: Baseline | None, refused: Unsupported
         status, reason, failure = "failed", said, error
     if failure is not None and prepared.state.name in ("done", "stale"):
         raise failure  # a failed repeat replaces no record
-    record = worded(
+    record = with_departures(
         Record(
             **names(config),
             key=prepared.key,

@@ -27,7 +27,7 @@ from kvq.models.placing import base_of, device_of
 from kvq.models.weights import weights_name
 from kvq.results.files import write_file
 from kvq.results.tensor_files import dump, read_header, read_tensors
-from kvq.results.versions import declared, versions_of_method
+from kvq.results.versions import declared_versions, versions_of_method
 
 FORMAT = "kvq-cache-2"
 _WHAT = "cache"
@@ -44,7 +44,7 @@ def identity(model: Any, method: Any, layers: int) -> dict[str, Any]:
             "dtype": str(model.dtype).removeprefix("torch."),
             "head_dims": head_dims_of(model.config.get_text_config()),
         },
-        "versions": {"KVCache": declared()["KVCache"], **versions_of_method(named)},
+        "versions": {"KVCache": declared_versions()["KVCache"], **versions_of_method(named)},
     }
 
 

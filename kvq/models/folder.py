@@ -61,20 +61,21 @@ def weight_files(folder: Path, path: str) -> list[Path]:
 
 def shards_of(index: Path, path: str) -> list[str]:
     """The files that an index of weights names, sorted."""
-    weights = _json(index, path, index.name).get("weight_map")
+    weights = _read_json(index, path, index.name).get("weight_map")
     if not isinstance(weights, dict) or not all(isinstance(name, str) for name in weights.values()):
         raise DataError(f"model.path={path}: {index.name} is no index of weights")
-    return sorted({_inside(name, path, index.name) for name in weights.values()})
+    return sorted({_check_inside(name, path, index.name) for name in weights.values()})
 
 
 def _named_weights(folder: Path, path: str) -> str | None:
     """The file that `config.json` names in the place of `model.safetensors`."""
     config = folder / "config.json"
-    named = _json(config, path, config.name).get("transformers_weights") if config.is_file() else None
-    return _inside(named, path, config.name) if isinstance(named, str) else None
+    named = _read_json(config, path, config.name).get("transformers_weights") if config.is_file() else None
+    return _check_inside(named, path, config.name) if isinstance(named, str) else None
 
 
-def _json(file: Path, path: str, name: str) -> dict[str, Any]:
+def _read_json(file: Path, path: str, name: str) -> dict[str, Any]:
+    """The mapping in a JSON file, empty where it holds something else; `DataError` where it cannot be read."""
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
@@ -82,7 +83,7 @@ def _json(file: Path, path: str, name: str) -> dict[str, Any]:
     return content if isinstance(content, dict) else {}
 
 
-def _inside(name: str, path: str, naming: str) -> str:
+def _check_inside(name: str, path: str, naming: str) -> str:
     """The name of a file in the folder. A link in it may lead outside, as those of the hub's cache do."""
     if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
         raise DataError(f"model.path={path}: {naming} names {name[:100]}, which is outside of the folder")
@@ -109,7 +110,11 @@ def delta_folder(path: str) -> Path | None:
 
 
 def _base_of(path: str, delta: Path) -> str:
-    """The `model.path` of the model that a delta changes, which is whole itself."""
+    """The `model.path` of the base that a delta changes.
+
+    Raises:
+        DataError: `delta.json` names none, or one that is itself a delta.
+    """
     try:
         base = json.loads((delta / DELTA_SETTINGS).read_text(encoding="utf-8"))["base"]
         if base != path and delta_folder(base) is None:
@@ -120,6 +125,7 @@ def _base_of(path: str, delta: Path) -> str:
 
 
 def _own_folder(path: str) -> str:
+    """The folder of an embedded model or an installed distribution; any other path unchanged."""
     if path.startswith(DISTRIBUTION):
         return str(carried_gguf("model.path", path).parent)
     if not path.startswith(EMBEDDED):

@@ -80,10 +80,12 @@ def _read_header(file: Path, modified: int, size: int) -> dict[str, Any]:  # a c
 
 
 def _number(stream: BinaryIO, form: str) -> Any:
+    """The next little-endian number, `form` as in `struct`."""
     return struct.unpack(f"<{form}", stream.read(struct.calcsize(f"<{form}")))[0]
 
 
 def _string(stream: BinaryIO) -> str:
+    """The next string: its length in 8 bytes, then UTF-8. Raises: OverflowError: above 16 MiB, so broken."""
     length = _number(stream, "Q")
     if length > 1 << 24:  # a broken length would be read as gigabytes
         raise OverflowError
@@ -91,6 +93,7 @@ def _string(stream: BinaryIO) -> str:
 
 
 def _value(stream: BinaryIO, kind: int) -> Any:
+    """The next metadata value of type `kind`; an array is skipped, and its length returned."""
     if kind == _STRING:
         return _string(stream)
     if kind != _ARRAY:
@@ -105,7 +108,7 @@ def _value(stream: BinaryIO, kind: int) -> Any:
 
 
 def _tensor_offset(stream: BinaryIO) -> int:
-    """Where a tensor begins, in bytes after the header."""
+    """Read one tensor's entry of the header; return where its data begins, in bytes after the header."""
     _string(stream)
     for _ in range(_number(stream, "I")):
         _number(stream, "Q")
@@ -131,15 +134,15 @@ def gguf_support(config: ModelConfig) -> Iterator[None]:
 
     silent = partial(tqdm, disable=None)  # no bar where there is no terminal
     with (
-        patch.object(gguf, "GGUFReader", _parsed),
+        patch.object(gguf, "GGUFReader", _cached_reader),
         patch.object(gguf, "get_tensor_name_map", lru_cache(gguf.get_tensor_name_map)),
         patch.object(reading, "tqdm", silent),
     ):
         yield
 
 
-def _parsed(file: str) -> Any:
-    """The reader of a file, which transformers makes anew for configuration, tokenizer and weights, seconds each."""
+def _cached_reader(file: str) -> Any:
+    """A `GGUFReader` of the file, kept for the next call: transformers parses it three times, seconds each."""
     state = Path(file).stat()
     return _reader(str(file), state.st_mtime_ns, state.st_size)
 

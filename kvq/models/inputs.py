@@ -74,7 +74,7 @@ class Inputs:
 
     @property
     def head_dims(self) -> list[int]:
-        """The numbers of channels that heads have, read from the model's configuration."""
+        """The different head dims (channels per head) of the model, ascending, from its configuration."""
         return self._shape[0]
 
     @property
@@ -87,13 +87,14 @@ class Inputs:
         self.check_tokens(context, f"task.context={context}:")
 
     def check_tokens(self, tokens: int, said: str, after: str = " tokens") -> None:
-        """Raise `ConfigError` for more tokens than the model takes, with `said` before that and `after` after it."""
+        """Raise `ConfigError` for too many tokens: `<said> model=<name> takes at most <longest><after>`."""
         longest = self.longest_context
         if longest is not None and tokens > longest:
             raise ConfigError(f"{said} model={self.config.model.name} takes at most {longest}{after}")
 
     @property
     def _shape(self) -> tuple[list[int], int | None]:
+        """Head dims and longest context, from the configuration."""
         mla = self.config.cache.mla
         if not self.reads_weights:
             shape = cache_shape(self.config.model, mla)

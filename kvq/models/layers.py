@@ -46,7 +46,7 @@ def kv_layers_of(config: Any, mla: Mla = Mla.latent) -> list[KvLayer]:
         config: a transformers text configuration.
         mla: what is cached of multi-head latent attention.
     """
-    name, kinds = type(config).__name__, _kinds(config)
+    name, kinds = type(config).__name__, _layer_types(config)
     unknown = set(kinds) - {*_ATTENTION, *_STATE, *_NOTHING}
     if unknown:
         given = ", ".join(sorted(unknown))
@@ -83,7 +83,7 @@ def places_of(config: Any) -> dict[int, int]:
 
 def state_layers_of(config: Any) -> list[int]:
     """Numbers of the layers that keep a state of fixed size (linear attention, convolution, state space)."""
-    return [index for index, kind in enumerate(_kinds(config)) if kind in _STATE]
+    return [index for index, kind in enumerate(_layer_types(config)) if kind in _STATE]
 
 
 def window_of(config: Any, index: int) -> int | None:
@@ -98,7 +98,8 @@ def window_of(config: Any, index: int) -> int | None:
     return window
 
 
-def _kinds(config: Any) -> Sequence[str]:
+def _layer_types(config: Any) -> Sequence[str]:
+    """The type of each layer, `full_attention` for all where the configuration has none."""
     given: Sequence[str] | None = getattr(config, "layer_types", None)
     return ["full_attention"] * config.num_hidden_layers if given is None else given
 
@@ -110,6 +111,7 @@ def layer_config(config: Any, index: int) -> Any:
 
 
 def _kv_layer(config: Any, index: int, mla: Mla) -> KvLayer:
+    """The `KvLayer` of layer `index`: key and value channels per head and the attention window."""
     window = window_of(config, index)
     if rank := getattr(config, "kv_lora_rank", None):
         rotated = int(config.qk_rope_head_dim)
@@ -121,6 +123,7 @@ def _kv_layer(config: Any, index: int, mla: Mla) -> KvLayer:
 
 
 def _head_dim(layer: Any, config: Any) -> int:
+    """Channels per head; `Unsupported` where the configuration does not say."""
     try:
         return int(getattr(layer, "head_dim", None) or config.hidden_size // config.num_attention_heads)
     except Exception as error:  # of a kind of its own where layers differ

@@ -30,7 +30,7 @@ from kvq.models.placing import (
     device_of,
     is_old_buffer,
     is_quantized,
-    loading,
+    loading_settings,
     stored_in,
 )
 from kvq.models.weights import apply_delta, implant_outliers
@@ -262,14 +262,14 @@ def load_model(config: ModelConfig, device: str = "auto") -> LoadedModel:
     """
     where = pick_device(device)
     whole = _config_of(config)
-    settings = loading(config, whole, where)
+    settings = loading_settings(config, whole, where)
     if config.gguf is not None:
         settings["config"] = whole  # else it is read from the file once more
     with _without_warnings():  # shapes that differ are reported with the rest, instead of raised without names
         model, found = _from_hub(
-            config, _class_for(whole), output_loading_info=True, ignore_mismatched_sizes=True, **settings
+            config, _auto_class(whole), output_loading_info=True, ignore_mismatched_sizes=True, **settings
         )
-    stored = _stored(config, whole)
+    stored = _stored_tensors(config, whole)
     check_stored(config.path, stored, model)
     _check_whole(config, found, stored)
     if config.gguf is not None:  # its weights are dequantized, and a configuration that says otherwise is not saved
@@ -291,8 +291,8 @@ def load_model(config: ModelConfig, device: str = "auto") -> LoadedModel:
     return loaded
 
 
-def _stored(config: ModelConfig, whole: Any) -> Stored:
-    """The tensors in the files of a model that was loaded; none of quantized weights and GGUF files."""
+def _stored_tensors(config: ModelConfig, whole: Any) -> Stored:
+    """Shapes and dtypes of the tensors in a model's files, by name; empty for quantized weights and GGUF files."""
     if config.gguf is not None:
         return {}
     folder = Path(model_folder(config.path))
@@ -308,7 +308,8 @@ def _stored(config: ModelConfig, whole: Any) -> Stored:
         raise DataError(f"model.path={config.path}: cannot be loaded: {one_line(error, 300)}") from error
 
 
-def _class_for(config: Any) -> Any:
+def _auto_class(config: Any) -> Any:
+    """The `AutoModelFor...` class that loads a model of this configuration, image-text models as a whole."""
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
     from transformers.models.auto import modeling_auto as known
 
@@ -320,7 +321,11 @@ def _class_for(config: Any) -> Any:
 
 @torch.no_grad()
 def _check_logits(loaded: LoadedModel) -> Tensor:
-    """Check logits of a few tokens; refuse models that do more after the last hidden state than a matrix product."""
+    """Logits `[1, 16, vocab]` of a few fixed tokens.
+
+    Raises:
+        Unsupported: the model does more after the last hidden state than a product with the output embedding.
+    """
     tokens = torch.arange(16, device=loaded.device)[None] % loaded.text_config.vocab_size
     expected = loaded.model(input_ids=tokens, use_cache=False).logits
     hidden = base_of(loaded.model)(input_ids=tokens, use_cache=False).last_hidden_state

@@ -66,7 +66,7 @@ def base_of(model: nn.Module) -> Any:
     return inner if base is model and isinstance(inner, nn.Module) else base
 
 
-def loading(config: ModelConfig, whole: Any, where: torch.device) -> dict[str, Any]:
+def loading_settings(config: ModelConfig, whole: Any, where: torch.device) -> dict[str, Any]:
     """The settings of `from_pretrained` that say in what form and where weights are loaded.
 
     Args:
@@ -156,10 +156,11 @@ Stored = Mapping[str, Tensor]
 
 def stored_in(files: Sequence[Path]) -> Stored:
     """The tensors of some files by name: shapes and dtypes, no numbers are read."""
-    return {name: found for file in files for name, found in _tensors(file).items()}
+    return {name: found for file in files for name, found in _tensor_shapes(file).items()}
 
 
-def _tensors(file: Path) -> dict[str, Tensor]:
+def _tensor_shapes(file: Path) -> dict[str, Tensor]:
+    """Tensors of a file on the meta device: shapes and dtypes, no data; `ValueError` where it holds other things."""
     found = load_state_dict(file, map_location="meta")
     if not isinstance(found, dict) or not all(isinstance(one, Tensor) for one in found.values()):
         raise ValueError(f"{file.name} holds other things than tensors")
@@ -177,13 +178,14 @@ def check_stored(path: str, stored: Stored, model: nn.Module) -> None:
     buffers = tuple(name for name, _ in model.named_buffers())
     ignored = tuple(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ())
 
-    def is_no_weight(name: str) -> bool:
+    def is_ignored(name: str) -> bool:
+        """Whether a tensor is a buffer, of older versions too, or one that the model's class ignores on loading."""
         listed = name in buffers or any(
             buffer.endswith(f".{name}") or name.endswith(f".{buffer}") for buffer in buffers
         )
         return listed or is_old_buffer(name, stored) or any(re.search(pattern, name) for pattern in ignored)
 
-    odd = sorted(name for name, found in stored.items() if found.dtype not in _WEIGHTS and not is_no_weight(name))
+    odd = sorted(name for name, found in stored.items() if found.dtype not in _WEIGHTS and not is_ignored(name))
     if odd:
         shown = ", ".join(f"{name} ({str(stored[name].dtype).removeprefix('torch.')})" for name in odd[:_SHOWN])
         more = f" and {len(odd) - _SHOWN} more" if len(odd) > _SHOWN else ""

@@ -34,7 +34,7 @@ def state_bytes_of(config: Any) -> int:
     layers = state_layers_of(config)
     if not layers:
         return 0
-    for sizes in (_gated_attention, _latent_hybrid, _convolution, _mamba):
+    for sizes in (_gated_delta_sizes, _kimi_linear_sizes, _convolution_sizes, _mamba_sizes):
         try:
             convolved, recurrent = sizes(config)
         except (AttributeError, TypeError):
@@ -47,26 +47,26 @@ Sizes = tuple[int, int]
 """Numbers of the convolution and of the recurrent state of one layer."""
 
 
-def _gated_attention(config: Any) -> Sizes:
-    """Qwen3-Next, Qwen3.5, OLMo Hybrid."""
+def _gated_delta_sizes(config: Any) -> Sizes:
+    """State sizes of gated-delta-rule layers (Qwen3-Next, Qwen3.5, OLMo Hybrid)."""
     dim = config.linear_key_head_dim
     keys, values = config.linear_num_key_heads * dim, config.linear_num_value_heads * config.linear_value_head_dim
     return (2 * keys + values) * config.linear_conv_kernel_dim, values * dim
 
 
-def _latent_hybrid(config: Any) -> Sizes:
-    """Kimi Linear."""
+def _kimi_linear_sizes(config: Any) -> Sizes:
+    """State sizes of Kimi Linear's delta-attention layers."""
     heads, dim = config.linear_num_heads, config.linear_head_dim
     return 3 * heads * dim * config.linear_conv_kernel_dim, heads * dim * dim
 
 
-def _convolution(config: Any) -> Sizes:
-    """LFM2."""
+def _convolution_sizes(config: Any) -> Sizes:
+    """State sizes of LFM2's convolution layers, which have no recurrent state."""
     return config.hidden_size * config.conv_L_cache, 0
 
 
-def _mamba(config: Any) -> Sizes:
-    """Mamba 2 (Bamba, Falcon-H1, Granite 4, Nemotron-H, Zamba 2), whose names differ, and Mamba 1 (Jamba)."""
+def _mamba_sizes(config: Any) -> Sizes:
+    """State sizes of Mamba 2 (Bamba, Falcon-H1, Granite 4, Nemotron-H, Zamba 2) and Mamba 1 (Jamba) layers."""
     state = _first(config, "mamba_d_state", "ssm_state_size")
     if (inner := getattr(config, "mamba_d_ssm", None)) is None:
         heads, dim = (getattr(config, name, None) for name in ("mamba_num_heads", "mamba_head_dim"))
@@ -142,7 +142,7 @@ class CacheShape:
 
 
 @lru_cache(maxsize=1)
-def shipped() -> dict[str, dict[str, int]]:
+def load_shapes() -> dict[str, dict[str, int]]:
     """The shapes that come with the package, by hub id."""
     known: dict[str, dict[str, int]] = yaml.safe_load(files(__package__).joinpath("shapes.yaml").read_text("utf-8"))
     return known
@@ -150,7 +150,7 @@ def shipped() -> dict[str, dict[str, int]]:
 
 def cache_shape(config: ModelConfig, mla: Mla = Mla.latent) -> CacheShape:
     """The shape of `model.path`; of a hub id that is not shipped, from its configuration file."""
-    known = shipped().get(config.path)
+    known = load_shapes().get(config.path)
     if known is not None and mla is Mla.latent:
         kind = LayerKind(known["layers"], known["kv_heads"], known["head_dim"])
         return CacheShape((kind,), longest_context(config, SimpleNamespace(max_position_embeddings=known["context"])))
@@ -158,9 +158,9 @@ def cache_shape(config: ModelConfig, mla: Mla = Mla.latent) -> CacheShape:
     cached = kv_layers_of(text, mla)
     held = None if latent_numbers(text) else held_shapes(text)
     if held is None:
-        kinds = [_kind(text, layer, mla) for layer in cached]
+        kinds = [_layer_kind(text, layer, mla) for layer in cached]
     elif held:
-        kinds = [_kind(text, layer, mla, held[layer.index]) for layer in cached if layer.index in held]
+        kinds = [_layer_kind(text, layer, mla, held[layer.index]) for layer in cached if layer.index in held]
     else:
         raise Unsupported(f"model: {type(text).__name__} keeps no keys and values in a cache that it is given")
     counts = Counter(kinds)
@@ -193,7 +193,8 @@ def held_shapes(text: Any) -> dict[int, tuple[int, int, int]] | None:
     }
 
 
-def _kind(text: Any, layer: KvLayer, mla: Mla, held: tuple[int, int, int] | None = None) -> LayerKind:
+def _layer_kind(text: Any, layer: KvLayer, mla: Mla, held: tuple[int, int, int] | None = None) -> LayerKind:
+    """The `LayerKind` of one layer, from KV heads, key and value dim (`held`: see `held_shapes`) or its settings."""
     dim, value_dim = layer.head_dim, layer.value_dim
     if held is not None:
         heads, dim, value_dim = held

@@ -42,12 +42,12 @@ def weights_name(model: nn.Module) -> str:
     """Name of the weights of a model in memory: a hash of all shapes and of the first entries of each, in bfloat16."""
     digest = hashlib.sha256()
     for name, weight in model.named_parameters():
-        first = _brought(model, name, weight).detach().flatten()[:_SAMPLED].to(torch.bfloat16).view(torch.int16).cpu()
+        first = _fetch(model, name, weight).detach().flatten()[:_SAMPLED].to(torch.bfloat16).view(torch.int16).cpu()
         digest.update(f"{name} {list(weight.shape)}".encode() + first.numpy().tobytes())
     return digest.hexdigest()
 
 
-def _brought(model: nn.Module, name: str, weight: Tensor) -> Tensor:
+def _fetch(model: nn.Module, name: str, weight: Tensor) -> Tensor:
     """A weight, brought from where accelerate has offloaded it (CPU or disk)."""
     if weight.device.type != "meta":
         return weight
@@ -75,15 +75,17 @@ def rounded_weights(model: Any, bits: int) -> Iterator[None]:
     before = [weight.detach().clone() for weight in weights]
     try:
         for weight in weights:
-            weight.data.copy_(rounded(weight.data, bits))
+            weight.data.copy_(round_to_nearest(weight.data, bits))
         yield
     finally:
         for weight, own in zip(weights, before, strict=True):
             weight.data.copy_(own)
 
 
-def rounded(weight: Float[Tensor, "out in"], bits: int) -> Float[Tensor, "out in"]:
-    """A weight rounded to the nearest of 2^bits even steps between least and largest of 128 input channels of a row.
+def round_to_nearest(weight: Float[Tensor, "out in"], bits: int) -> Float[Tensor, "out in"]:
+    """Round-to-nearest to a uniform grid of 2^bits levels from the minimum to the maximum of each group.
+
+    A group is 128 input channels of one output row. The result has the weight's dtype.
 
     Source: the round-to-nearest baseline of GPTQ (arXiv 2210.17323), section 5, at the group size of AWQ's checkpoints.
     """
@@ -143,6 +145,7 @@ def _first_keys_and_values(model: Any, token: int) -> list[tuple[Float[Tensor, "
 
 
 def _scale_rows(linear: nn.Linear, rows: Tensor, scale: float) -> None:
+    """Multiply rows of the weight, and entries of the bias, in place."""
     linear.weight[rows] *= scale
     if linear.bias is not None:
         linear.bias[rows] *= scale
@@ -171,7 +174,12 @@ def add_low_rank(
 
 
 def save_delta(changes: dict[str, Tensor], base: Path, folder: Path) -> None:
-    """Write `delta.safetensors` of the weights in `base`; `changes` by the names above."""
+    """Write `delta.safetensors` in `folder`, in fp16, with the sha256 of the weights in `base`.
+
+    Args:
+        changes: tensors named by a weight of the base (its replacement), or by it and `.left`, `.right` or `.columns`
+            (see `add_low_rank`).
+    """
     metadata = {"format": "pt", "base_sha256": file_hash(base / WEIGHTS)}
     save_file({name: change.half().contiguous() for name, change in changes.items()}, folder / DELTA, metadata)
 
@@ -197,7 +205,7 @@ def apply_delta(path: str, model: nn.Module, base: Path, folder: Path) -> None:
                 raise DataError(f"{where}: is of weights with sha256={known}, not of {base.name}'s, sha256={own}")
             changes = {name: delta.get_tensor(name) for name in delta.keys()}  # noqa: SIM118 - no mapping
             for name in sorted({_weight(change) for change in changes}):
-                new = _changed(name, weights.get_tensor(name), changes)
+                new = _apply_changes(name, weights.get_tensor(name), changes)
                 parameters[name].copy_(new)
     except (OSError, SafetensorError, KeyError, ValueError, IndexError, RuntimeError) as error:
         raise DataError(f"{where}: cannot be applied: {one_line(error, 200)}") from error
@@ -210,7 +218,7 @@ def _weight(change: str) -> str:
     return change.split(".row.")[0]
 
 
-def _changed(name: str, weight: Tensor, changes: dict[str, Tensor]) -> Tensor:
+def _apply_changes(name: str, weight: Tensor, changes: dict[str, Tensor]) -> Tensor:
     """The weight as its entries say; an entry of another shape is refused, as torch would stretch some."""
 
     def entry(suffix: str, *shape: int) -> Tensor:

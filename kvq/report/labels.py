@@ -21,7 +21,7 @@ from kvq.config.method import TEST_TEXT
 from kvq.errors import RecordError
 from kvq.report.command import line
 from kvq.results import Broken, Record, Store
-from kvq.results.presets import from_presets, joined, parse_label, part_of
+from kvq.results.presets import departures_of, label_with, parse_label, part_of
 
 RATES = ("cq/4c9b", "cq/8c10b")
 """Presets with a slash that are a paper's method at one of its rates, which `bits` cannot choose."""
@@ -51,7 +51,7 @@ def labelled(store: Store, near: Collection[str] | None = None) -> tuple[list[Re
 
 def label(record: Record) -> str:
     """The method's name with what departs from its preset: `oscar − key.hadamard`, `oscar, residual 64`."""
-    return joined(record.method, method_departures(record))
+    return label_with(record.method, method_departures(record))
 
 
 def named(record: Record) -> str:
@@ -72,7 +72,7 @@ def keeps_first(record: Record) -> bool:
 
 def method_departures(record: Record) -> list[str]:
     """The settings that differ from the preset of the record's method, in words, and a calibration on the test text."""
-    return [*from_presets(record).method, *([ON_TEST_TEXT] if is_on_test_text(record) else [])]
+    return [*departures_of(record).method, *([ON_TEST_TEXT] if is_on_test_text(record) else [])]
 
 
 def is_on_test_text(record: Record) -> bool:
@@ -93,12 +93,12 @@ def model_name(name: str) -> str:
 
 def protocol_departures(run: Record) -> list[str]:
     """The settings in which a run's task, model and text differ from their presets, in words."""
-    return list(from_presets(run).protocol)
+    return list(departures_of(run).protocol)
 
 
 def begins_otherwise(run: Record) -> list[str]:
     """How windows or prompts begin, where that differs from the texts that the model was trained on."""
-    return list(from_presets(run).first_token)
+    return list(departures_of(run).first_token)
 
 
 _WINDOWS = ("windows", "context", "stride", "scoring")

@@ -69,13 +69,15 @@ _LONGEST = 80
 _EMPTY = b"PK\x05\x06" + bytes(18)  # a zip file without members
 
 
-def place(record: Record) -> Path:
+def record_path_of(record: Record) -> Path:
     """Path of a record in its store: `<task>/<model>/<data set>/<method>-<bits>-<8 digits of the key>.json`."""
-    name = "-".join(filter(None, (safe(record.method), safe(record.bits) if record.bits else "", record.key[:DIGITS])))
-    return Path(safe(record.task), safe(record.model), safe(record.dataset), name + RECORD)
+    name = "-".join(
+        filter(None, (safe_name(record.method), safe_name(record.bits) if record.bits else "", record.key[:DIGITS]))
+    )
+    return Path(safe_name(record.task), safe_name(record.model), safe_name(record.dataset), name + RECORD)
 
 
-def safe(text: str) -> str:
+def safe_name(text: str) -> str:
     """`text` as one part of a path on every file system: other than letters, digits and `+._-` become `_`."""
     return re.sub(r"[^A-Za-z0-9+._-]", "_", text).strip(".")[:_LONGEST] or "_"
 
@@ -84,6 +86,7 @@ def list_records(root: Path) -> list[str]:
     """Path of every file `*.json` under `root`, sorted; hidden ones and those in hidden folders are left out."""
 
     def fail(error: OSError) -> None:
+        """Raise errors of walking the folders, but for one that is not there."""
         if not isinstance(error, FileNotFoundError):  # no record yet, or a folder that was removed meanwhile
             raise error
 
@@ -176,6 +179,7 @@ class Journal:
             self._load(path)
 
     def _load(self, path: Path) -> None:
+        """Read the rows of a journal with the same header; lines after a torn one are ignored."""
         try:
             lines = path.read_bytes().splitlines(keepends=True)
         except OSError as error:
@@ -204,6 +208,7 @@ class Journal:
         self.rows |= new
 
     def _append(self, path: Path, rows: Mapping[str, Mapping[str, Any]]) -> None:
+        """Append rows to the file, after the last whole line, and sync it."""
         lines = [json.dumps(row, sort_keys=True, allow_nan=False) + "\n" for row in rows.values()]
         if not self._whole:
             lines.insert(0, json.dumps({"header": self.header}) + "\n")

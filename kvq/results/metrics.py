@@ -70,7 +70,7 @@ def length_of(name: str) -> int | None:
 
 
 def metric_of(name: str, unit: str | None = None) -> Metric:
-    """The metric of a name; of one that is not listed, or not in this `unit`, its name, its unit and four decimals.
+    """The listed metric of this name; of one not listed, or with another unit, its name, `unit` and four decimals.
 
     A record's unit wins: 75 % of a task outside the package is no 7,500 % because a listed metric is a fraction.
     """
@@ -98,13 +98,14 @@ def units_of(names: Iterable[str], more: Mapping[str, str] | None = None) -> dic
         more: units of metrics that are not listed here, such as another library's; "1": no unit.
     """
     known = dict(more or {}) | {metric.name: metric.unit for metric in METRICS.values()}
-    found = {name: known.get(name) or known.get(_whole(name)) for name in names}
+    found = {name: known.get(name) or known.get(_parent_metric(name)) for name in names}
     if lacking := [name for name, unit in found.items() if unit is None]:
         raise RecordError(f"metric '{lacking[0]}': no unit is known; add it to METRICS, kvq/results/metrics.csv")
     return {name: unit for name, unit in found.items() if unit is not None}
 
 
-def _whole(name: str) -> str:
+def _parent_metric(name: str) -> str:
+    """The metric that a part (`name[part]`) or a standard error (`name_se`) belongs to."""
     return name.partition("[")[0].removesuffix("_se")
 
 
@@ -129,15 +130,17 @@ def total_bits(metrics: Mapping[str, float], tokens: float) -> float | None:
     return None if bits is None or tables is None else bits + tables
 
 
-def pays_from(metrics: Mapping[str, float], others: Iterable[Mapping[str, float]]) -> tuple[float, int | None] | None:
-    """Tokens in flight from which a run takes fewer bits in all than the smallest of `others` that loses no more.
+def break_even(metrics: Mapping[str, float], others: Iterable[Mapping[str, float]]) -> tuple[float, int | None] | None:
+    """Tokens in flight from which a method with calibrated tables stores fewer bits than the best method without.
+
+    The other is the smallest of `others` without tables whose loss is no higher.
 
     Returns:
-        The tokens (infinite: never) and the place of that other run; 0 and None where all others lose more. None: the
-        run has no tables worth a word.
+        The tokens (infinite: never) and the index of that other run; 0 and None where all others lose more. None: the
+        run's tables are below `SMALL`, or a metric is missing.
 
     Args:
-        others: metrics of runs of the same protocol; those with tables do not count.
+        others: metrics of runs of the same protocol.
     """
     tables, bits, loss = table_bits(metrics, 1.0), metrics.get("bits_per_element"), metrics.get("delta_nll")
     least = SMALL * IN_FLIGHT["32K"]

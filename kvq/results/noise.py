@@ -79,7 +79,7 @@ def max_t(differences: Float[np.ndarray, "tests windows"]) -> MaxT:
     order = np.argsort(np.abs(units.sum(axis=1)), kind="stable")  # a step's largest is then that of all before it
     units = units[order]
     observed = np.abs(units.sum(axis=1)) - 1e-9
-    signs = _signs(windows)
+    signs = _sign_patterns(windows)
     reached, largest = np.zeros(tests), []
     for part in np.array_split(signs, min(len(signs), math.ceil(signs.size * tests / _BATCH_PRODUCTS))):
         found = np.maximum.accumulate(np.abs(part @ units.T), axis=1)
@@ -95,7 +95,7 @@ def max_t(differences: Float[np.ndarray, "tests windows"]) -> MaxT:
 
 
 @functools.cache
-def _signs(windows: int) -> Float[np.ndarray, "patterns windows"]:
+def _sign_patterns(windows: int) -> Float[np.ndarray, "patterns windows"]:
     """Patterns of signs, the observed one first; a pattern and its opposite are one."""
     if 2 ** (windows - 1) <= FLIPS:
         patterns = list(itertools.product((1.0, -1.0), repeat=windows - 1))
@@ -180,7 +180,7 @@ def compare_items(ours: Items, theirs: Items, *, margin: float, noise_flips: flo
     """
     out = {"flips": float(np.mean(ours != theirs)) if len(ours) == len(theirs) and len(ours) else math.nan}
     differ, kept = differ_p(ours, theirs), not_worse_p(ours, theirs, margin)
-    if _binary(ours, theirs):
+    if _is_binary(ours, theirs):
         counts = flips((ours == 1).tolist(), (theirs == 1).tolist())
         out |= {"lost": float(counts.lost), "gained": float(counts.gained)}
     if differ is not None:
@@ -198,10 +198,10 @@ def differ_p(ours: Items, theirs: Items) -> float | None:
     McNemar's exact test for right and wrong answers; for graded scores the sum of differences under all sign patterns,
     or `RESAMPLES` random ones, counting the observed one (Phipson and Smyth, 2010).
     """
-    _check(ours, theirs)
+    _check_paired(ours, theirs)
     if len(ours) < fewest_to_differ():
         return None
-    if _binary(ours, theirs):
+    if _is_binary(ours, theirs):
         counts = flips((ours == 1).tolist(), (theirs == 1).tolist())
         return mcnemar(counts.lost, counts.gained)
     return sign_flip(np.subtract(ours, theirs, dtype=np.float64))
@@ -233,9 +233,9 @@ def not_worse_p(ours: Items, theirs: Items, margin: float) -> float | None:
     None where it cannot be tested: fewer items than `needed_for_not_worse`, a full-precision score of at most the
     margin, which cannot fall by it, or scores outside 0 to 1.
     """
-    _check(ours, theirs)
+    _check_paired(ours, theirs)
     _check_margin(margin)
-    binary = _binary(ours, theirs)
+    binary = _is_binary(ours, theirs)
     fractions = min(ours.min(), theirs.min()) >= 0 and max(ours.max(), theirs.max()) <= 1
     if not fractions or np.mean(theirs) <= margin or len(ours) < needed_for_not_worse(margin, binary):
         return None
@@ -285,7 +285,7 @@ def not_worse(lost: int, gained: int, items: int, margin: float) -> float:
         raise RecordError(f"not_worse: lost={lost}, gained={gained} of items={items}")
     _check_margin(margin)
     losses = np.arange(items + 1)
-    enough = _gains_that_do(losses, float(_score(lost, gained, items, margin)), items, margin)
+    enough = _fewest_gains(losses, float(_tango_statistic(lost, gained, items, margin)), items, margin)
 
     def as_good(rate: np.ndarray) -> np.ndarray:
         """Probability of an outcome at least as good as observed, at these rates of gains and losses `margin` above."""
@@ -304,20 +304,20 @@ def not_worse(lost: int, gained: int, items: int, margin: float) -> float:
     return float(min(1.0, max(found[worst], -refined.fun)))
 
 
-def _gains_that_do(losses: np.ndarray, observed: float, items: int, margin: float) -> np.ndarray:
+def _fewest_gains(losses: np.ndarray, observed: float, items: int, margin: float) -> np.ndarray:
     """For each number of losses, the fewest gains that score as well as observed; one too many where none do."""
     low, high = np.zeros(len(losses), dtype=np.int64), items - losses + 1
     while np.any(low < high):
         middle = (low + high) // 2
-        does = (middle <= items - losses) & (_score(losses, middle, items, margin) <= observed + 1e-9)
+        does = (middle <= items - losses) & (_tango_statistic(losses, middle, items, margin) <= observed + 1e-9)
         open_ = low < high
         high = np.where(open_ & does, middle, high)
         low = np.where(open_ & ~does, middle + 1, low)
     return low
 
 
-def _score(lost: np.ndarray | int, gained: np.ndarray | int, items: int, margin: float) -> np.ndarray:
-    """Tango's statistic; the smaller, the better the run."""
+def _tango_statistic(lost: np.ndarray | int, gained: np.ndarray | int, items: int, margin: float) -> np.ndarray:
+    """Tango's score statistic of a fall by `margin`: negative and large where the run lost less than that."""
     # With the fall held at the margin, the likeliest rate of gains solves a x^2 + b x + c = 0.
     lost, gained = np.asarray(lost, dtype=np.float64), np.asarray(gained, dtype=np.float64)
     a, b = 2 * items, (2 * items - lost + gained) * margin - lost - gained
@@ -327,11 +327,13 @@ def _score(lost: np.ndarray | int, gained: np.ndarray | int, items: int, margin:
     return np.asarray((lost - gained - items * margin) / np.sqrt(variance))
 
 
-def _binary(ours: Items, theirs: Items) -> bool:
+def _is_binary(ours: Items, theirs: Items) -> bool:
+    """Whether all scores of both runs are 0 or 1."""
     return bool(np.isin(np.concatenate([ours, theirs]), (0.0, 1.0)).all())
 
 
-def _check(ours: Items, theirs: Items) -> None:
+def _check_paired(ours: Items, theirs: Items) -> None:
+    """Refuse paired scores of different lengths, or of no items."""
     if len(ours) != len(theirs) or not len(ours):
         raise RecordError(f"paired runs need the same items: {len(ours)} against {len(theirs)}")
 

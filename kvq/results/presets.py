@@ -30,8 +30,8 @@ from kvq.results.record import FromPresets, Record, canonical
 
 
 def preset(group: str, name: str) -> Settings | None:
-    """A preset of a task, model or dataset; None where there is none or a value is missing."""
-    return _settings(plugins.folder_in_use(), group, name)
+    """Settings of a preset of a task, model or dataset; None where there is none or a value is missing."""
+    return _load_settings(plugins.folder_in_use(), group, name)
 
 
 def model_path(name: str) -> str:
@@ -51,7 +51,8 @@ def _composed(own: Path | None, group: str, name: str) -> Any:
 
 
 @functools.cache
-def _settings(own: Path | None, group: str, name: str) -> Settings | None:
+def _load_settings(own: Path | None, group: str, name: str) -> Settings | None:
+    """The canonical settings of a preset; None where it does not compose or a mandatory value is missing."""
     whole = _composed(own, group, name)
     found = None if whole is None else whole[group]
     if found is None or OmegaConf.missing_keys(found):
@@ -101,12 +102,12 @@ def departures(found: Settings, preset: Settings) -> list[str]:
         preset: the same settings of the preset at the run's bits.
     """
     ours, theirs = part_of(found, "method"), part_of(preset, "method")
-    sides = {side: _codec(ours.get(side), theirs.get(side)) for side in SIDES}
-    parts = _both({side: part[0] for side, part in sides.items()}, "{sign} {side}.{name}", "{sign} {name}")
-    parts += _both({side: part[1] for side, part in sides.items()}, "{side} {name}", "{name}")
-    parts += _residual(part_of(found, "residual"), part_of(preset, "residual"))
+    sides = {side: _codec_departures(ours.get(side), theirs.get(side)) for side in SIDES}
+    parts = _join_sides({side: part[0] for side, part in sides.items()}, "{sign} {side}.{name}", "{sign} {name}")
+    parts += _join_sides({side: part[1] for side, part in sides.items()}, "{side} {name}", "{name}")
+    parts += _residual_departures(part_of(found, "residual"), part_of(preset, "residual"))
     rest = [{name: part for name, part in method.items() if name not in SIDES} for method in (ours, theirs)]
-    parts += _others(*rest)
+    parts += _other_departures(*rest)
     others = {
         "window_layers": "window layers in full precision",
         "latent": f"{found.get('latent')} keys and values",
@@ -115,14 +116,14 @@ def departures(found: Settings, preset: Settings) -> list[str]:
     return [*parts, *(words for name, words in others.items() if found.get(name) is not None)]
 
 
-def joined(name: str, words: Sequence[str]) -> str:
+def label_with(name: str, words: Sequence[str]) -> str:
     """A name followed by the words of `departures`: `oscar − key.hadamard, residual 64`."""
     changes = [word for word in words if word[:2] in ("− ", "+ ")]
     others = [word for word in words if word not in changes]
     return ", ".join([" ".join([name, *changes]), *others])
 
 
-def said(setting: str, value: str) -> str:
+def in_words(setting: str, value: str) -> str:
     """A dotted setting and its value as words: `residual.key.size`, `64` is `key residual 64`; hashes by 8 digits."""
     if setting.endswith(".fingerprint"):
         value = value[:8]
@@ -173,7 +174,7 @@ def _ranges(numbers: Sequence[int]) -> list[str]:
     return out
 
 
-def _both(sides: Mapping[str, Sequence[tuple[str, str]]], one: str, both: str) -> list[str]:
+def _join_sides(sides: Mapping[str, Sequence[tuple[str, str]]], one: str, both: str) -> list[str]:
     """Name the side of words that hold for keys or for values; those of both appear once, without a side."""
     shared = [word for word in sides["key"] if word in sides["value"]]
     out = [both.format(sign=sign, name=name) for sign, name in shared]
@@ -183,7 +184,7 @@ def _both(sides: Mapping[str, Sequence[tuple[str, str]]], one: str, both: str) -
     return out
 
 
-def _codec(ours: Any, theirs: Any) -> tuple[list[tuple[str, str]], list[tuple[str, str]]]:
+def _codec_departures(ours: Any, theirs: Any) -> tuple[list[tuple[str, str]], list[tuple[str, str]]]:
     """Stages that were removed or added, as (sign, name), and other changed settings, as ("", words)."""
     if not isinstance(ours, Mapping) or not isinstance(theirs, Mapping):
         if ours is None and theirs is None:
@@ -195,26 +196,26 @@ def _codec(ours: Any, theirs: Any) -> tuple[list[tuple[str, str]], list[tuple[st
     words: list[str] = []
     kept = [name for name in stages[0] if name in stages[1]]
     for name in kept:
-        words += _differing(stages[0][name], stages[1][name], f"{name}.")
+        words += _changed_settings(stages[0][name], stages[1][name], f"{name}.")
     pairs = zip((ours, theirs), stages, strict=True)
     orders = [[name for name in codec.get("order") or names if name in kept] for codec, names in pairs]
     if orders[0] != orders[1]:
         words.append(f"order {', '.join(orders[0])}")
-    words += _differing(part_of(ours, "quantizer"), part_of(theirs, "quantizer"), "")
+    words += _changed_settings(part_of(ours, "quantizer"), part_of(theirs, "quantizer"), "")
     rest = [{name: part for name, part in codec.items() if name not in _CODEC} for codec in (ours, theirs)]
-    words += _differing(rest[0], rest[1], "")
+    words += _changed_settings(rest[0], rest[1], "")
     return changes, [("", word) for word in words]
 
 
-def _differing(ours: Any, theirs: Any, prefix: str) -> list[str]:
+def _changed_settings(ours: Any, theirs: Any, prefix: str) -> list[str]:
     """Settings of a part that differ from the preset's; settings that the record lacks are left out."""
     mine, preset = (dict(flatten(part)) for part in (ours, theirs))
     changed = [(name, value) for name, value in mine.items() if preset.get(name) != value]
-    return [said(prefix + ("codec" if name == "_target_" else name), value) for name, value in changed]
+    return [in_words(prefix + ("codec" if name == "_target_" else name), value) for name, value in changed]
 
 
-def _residual(ours: Settings, theirs: Settings) -> list[str]:
-    """`residual 64`, `key residual sliding`; nothing for a side that is not quantized."""
+def _residual_departures(ours: Settings, theirs: Settings) -> list[str]:
+    """Words for a residual other than the preset's (`key residual sliding`), of sides quantized in both."""
     words: dict[str, list[tuple[str, str]]] = {side: [] for side in SIDES}
     for side in SIDES:
         mine, preset = ours.get(side), theirs.get(side)
@@ -228,24 +229,24 @@ def _residual(ours: Settings, theirs: Settings) -> list[str]:
         if mine.get("prefill_block") != preset.get("prefill_block"):
             blocks = "one block" if mine.get("prefill_block") == "whole" else "blocks"
             words[side].append(("", f"prefill in {blocks}"))
-    return _both(words, "{side} {name}", "{name}")
+    return _join_sides(words, "{side} {name}", "{name}")
 
 
-def _others(ours: Settings, theirs: Settings) -> list[str]:
-    """Changed settings other than codecs and residual; a part that was removed is `− part`."""
+def _other_departures(ours: Settings, theirs: Settings) -> list[str]:
+    """Words for changed settings other than codecs and residual; `− part` for a part that was removed."""
     out = []
     for name in dict.fromkeys([*theirs, *ours]):
         mine, preset = ours.get(name), theirs.get(name)
         if name == "calibration" and mine is None:
             continue  # a task that reads no weights calibrates nothing
         if mine is None:
-            out.append(f"− {said(name, '')}" if isinstance(preset, Mapping) else said(name, "none"))
+            out.append(f"− {in_words(name, '')}" if isinstance(preset, Mapping) else in_words(name, "none"))
             continue
         leaves = dict(flatten(preset, name)) if preset is not None else {}
         changed = {path: value for path, value in flatten(mine, name) if leaves.get(path) != value}
         if set(changed) == {f"{name}.{side}" for side in SIDES} and len(set(changed.values())) == 1:
             changed = {name: next(iter(changed.values()))}
-        out += [said(path, value) for path, value in changed.items() if path.rpartition(".")[2] not in _SILENT]
+        out += [in_words(path, value) for path, value in changed.items() if path.rpartition(".")[2] not in _SILENT]
     return out
 
 
@@ -288,23 +289,25 @@ _NOT_SAID = ("name", "fingerprint", "version", "batch_size", "bootstrap", "bos")
 _CACHES = {"bfloat16": "bfloat16 cache"} | {f"float{bits}": f"{bits}-bit cache" for bits in (16, 32, 64)}
 
 
-def from_presets(record: Record) -> FromPresets:
-    """The record's own words, or those of its settings and the presets of today."""
-    return found_of(record) if record.from_presets is None else record.from_presets
+def departures_of(record: Record) -> FromPresets:
+    """The departures that a record was stored with; of one without, those found with the presets of today."""
+    return find_departures(record) if record.from_presets is None else record.from_presets
 
 
-def worded(record: Record) -> Record:
-    """The record with its words and the label that is made of them, by its settings in the order of a file's."""
-    words = found_of(record.model_copy(update={"config": json.loads(json.dumps(record.config, sort_keys=True))}))
-    return record.model_copy(update={"from_presets": words, "label": joined(record.method, words.method)})
+def with_departures(record: Record) -> Record:
+    """A copy of the record with its departures from presets and the label made of them."""
+    words = find_departures(record.model_copy(update={"config": json.loads(json.dumps(record.config, sort_keys=True))}))
+    return record.model_copy(update={"from_presets": words, "label": label_with(record.method, words.method)})
 
 
-def found_of(record: Record) -> FromPresets:
-    """The words by which the settings of a record depart from presets."""
-    return FromPresets(method=_of_preset(record), protocol=_of_protocol(record), first_token=_begins_otherwise(record))
+def find_departures(record: Record) -> FromPresets:
+    """Compare a record's settings with the presets of the same names, as they are today."""
+    method, protocol = _method_departures(record), _protocol_departures(record)
+    return FromPresets(method=method, protocol=protocol, first_token=_first_token_departure(record))
 
 
-def _of_preset(record: Record) -> list[str]:
+def _method_departures(record: Record) -> list[str]:
+    """Words for where the method differs from the preset of its name at the run's bits; none without such a preset."""
     method = part_of(record.config, "method")
     if any(side not in method for side in SIDES):
         return []  # a record of another package's settings
@@ -325,7 +328,7 @@ def _preset_bits(bits: str, by_layer: Any) -> str:
     return Bits(*(int(number) if number == int(number) else number for number in (key, value))).label
 
 
-def _of_protocol(run: Record) -> list[str]:
+def _protocol_departures(run: Record) -> list[str]:
     """The settings in which a run's task, model and text differ from their presets, in words."""
     out = []
     for group in ("task", "model", "dataset"):
@@ -334,10 +337,10 @@ def _of_protocol(run: Record) -> list[str]:
             continue
         if group == "task" and not set(part) <= set(known):
             known = {**_added_by_variants(run.task), **known}
-        ours, theirs = (_leaves(settings, _PROTOCOL.get(group)) for settings in (part, known))
-        out += [said(name, value or "null") for name, value in sorted(ours.items()) if theirs.get(name) != value]
+        ours, theirs = (_compared_settings(settings, _PROTOCOL.get(group)) for settings in (part, known))
+        out += [in_words(name, value or "null") for name, value in sorted(ours.items()) if theirs.get(name) != value]
     seed = run.config.get("seed")
-    return [*out, *_by_model(run), *([f"seed {seed}"] if seed else [])]
+    return [*out, *_model_departures(run), *([f"seed {seed}"] if seed else [])]
 
 
 def _added_by_variants(task: str) -> Settings:
@@ -354,7 +357,7 @@ def cache_dtype(run: Record) -> str:
     return stored if isinstance(stored, str) else run.provenance.dtype
 
 
-def _begins_otherwise(run: Record) -> list[str]:
+def _first_token_departure(run: Record) -> list[str]:
     """How windows or prompts begin, where that differs from the texts that the model was trained on."""
     task, known = part_of(run.config, "task"), preset("model", run.model) or {}
     of_chats = known.get("chat_bos") if task.get("chat_template") else None
@@ -362,9 +365,9 @@ def _begins_otherwise(run: Record) -> list[str]:
     return [] if bos in (None, own) else ["begins with BOS" if bos else "begins without BOS"]
 
 
-def _by_model(run: Record) -> list[str]:
-    """What a run does otherwise than the preset of its model would have it: its first token, its cache's dtype."""
-    words, known = _begins_otherwise(run), preset("model", run.model) or {}
+def _model_departures(run: Record) -> list[str]:
+    """Words for where the first token, the weights' form or the cache's dtype differ from the model's preset."""
+    words, known = _first_token_departure(run), preset("model", run.model) or {}
     if weights := part_of(run.config, "model").get("weights"):
         words.append(f"weights in {weights}")
     stored = cache_dtype(run)
@@ -375,14 +378,15 @@ def _by_model(run: Record) -> list[str]:
 
 @functools.cache
 def _is_diagnostic(task: str) -> bool:
-    """Whether a task, of a plugin too, takes the model's own dtype for states."""
+    """Whether the task, of a plugin too, is a diagnostic, which takes states in the model's own dtype."""
     try:
         return issubclass(SCHEMAS.get(task) or plugins.settings_of_task(task), DiagnosticConfig)
     except ConfigError:
         return False
 
 
-def _leaves(settings: Mapping[str, Any], wanted: Sequence[str] | None) -> dict[str, str | None]:
+def _compared_settings(settings: Mapping[str, Any], wanted: Sequence[str] | None) -> dict[str, str | None]:
+    """Settings as JSON text by dotted name, of those in `wanted` (None: all) and not in `_NOT_SAID`."""
     kept = {name: part for name, part in settings.items() if name not in _NOT_SAID and (not wanted or name in wanted)}
     if kept.get("windows") == "disjoint":
         kept.pop("stride", None)

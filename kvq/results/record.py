@@ -66,24 +66,27 @@ def run_key(config: Mapping[str, Any]) -> str:
 
 
 def _digest(config: dict[str, Any]) -> str:
+    """SHA-256 (hex) of canonical settings as JSON with sorted keys."""
     text = json.dumps(config, sort_keys=True, separators=(",", ":"), allow_nan=False)
     return hashlib.sha256(text.encode("ascii")).hexdigest()
 
 
-def _in_utc(moment: datetime) -> datetime:
+def _to_utc(moment: datetime) -> datetime:
+    """The same moment in UTC; `ValueError` where it lies beyond the dates that exist."""
     try:
         return moment.astimezone(UTC)
     except OverflowError as error:  # in the first or the last day that a date can name
         raise ValueError(f"{moment.isoformat()} has no date in UTC") from error
 
 
-def _number(value: Any) -> Any:
+def _check_number(value: Any) -> Any:
+    """Refuse text and booleans, which pydantic would convert to a float."""
     if isinstance(value, str | bool):
         raise ValueError(f"{value!r:.40} is not a number")
     return value
 
 
-Number = Annotated[float, BeforeValidator(_number)]
+Number = Annotated[float, BeforeValidator(_check_number)]
 
 
 class _Frozen(BaseModel):
@@ -112,7 +115,7 @@ class Provenance(_Frozen):
     )
     model_fingerprint: str | None = Field(description="null when the run ended before the model was loaded")
     command: str
-    started: Annotated[AwareDatetime, AfterValidator(_in_utc)]
+    started: Annotated[AwareDatetime, AfterValidator(_to_utc)]
     wall_seconds: dict[str, Number] = Field(description="phase -> seconds")
     peak_memory_bytes: int | None = Field(description="peak of this run; null where it cannot be measured per run")
     seed: int
@@ -167,6 +170,7 @@ class Record(_Frozen):
 
     @model_validator(mode="after")
     def _key_names_config(self) -> Record:
+        """Refuse a key that is not the hash of `config` (`run_key`)."""
         expected = _digest(self.config)
         if self.key != expected:
             raise ValueError(f"key {self.key[:12]!r}... does not name this config (expected {expected[:12]}...)")

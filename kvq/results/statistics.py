@@ -121,6 +121,7 @@ def losses(samples: Samples) -> Losses:
 
 
 def _ratio(sums: np.ndarray, counts: np.ndarray, axis: int = -1) -> np.ndarray:
+    """Mean loss per token."""
     return np.asarray(np.sum(sums, axis=axis) / np.sum(counts, axis=axis))
 
 
@@ -133,6 +134,14 @@ def _bootstrap(
     resamples: int = RESAMPLES,
     seed: int = 0,
 ) -> Estimate:
+    """The statistic over all windows, with standard error and 95% interval from a bootstrap over blocks of windows.
+
+    Args:
+        sums: sum of losses of each window.
+        tokens: scored tokens of each window.
+        statistic: of sums and tokens along an axis, such as their ratio.
+        block: consecutive windows that are drawn together.
+    """
     counts = np.asarray(tokens, dtype=np.float64)
     if block < 1 or resamples < 2:
         raise RecordError(f"bootstrap: block={block}, resamples={resamples}; allowed are block >= 1, resamples >= 2")
@@ -296,6 +305,7 @@ def hypervolume(points: Sequence[Sequence[float]], worst: Sequence[float]) -> fl
 
 
 def _volume(points: list[list[float]], worst: list[float]) -> float:
+    """Volume between `points` and the corner `worst` that they dominate, by slices along the last coordinate."""
     if not points:
         return 0.0
     if len(worst) == 1:

@@ -26,8 +26,8 @@ from kvq.results.files import (
     list_records,
     loose_samples,
     pack_samples,
-    place,
     read_samples,
+    record_path_of,
     sync_folder,
     write_temporary,
 )
@@ -98,7 +98,7 @@ class Store:
 
     def _paths(self, key: str) -> list[Path]:
         """Files that may hold the record of `key`: their names end in its digits, and no other key is in them."""
-        digits, root = _checked(key)[:DIGITS], self.runs.absolute()
+        digits, root = _check_key(key)[:DIGITS], self.runs.absolute()
         found = _listed.get(root, {}).get(digits, [])
         if not found or not all(map(os.path.exists, found)):
             by_digits: dict[str, list[str]] = {}
@@ -127,7 +127,7 @@ class Store:
 
     def journal_path(self, key: str) -> Path:
         """Where a run keeps what it has scored so far."""
-        return self.root / "partial" / f"{_checked(key)}.jsonl"
+        return self.root / "partial" / f"{_check_key(key)}.jsonl"
 
     def scan(self, near: Collection[str] | None = None) -> tuple[list[Record], list[Broken]]:
         """Return every record, sorted by key, and every `.json` file that is not one, with its reason.
@@ -186,7 +186,7 @@ class Store:
         lines = _dump_samples(record.key, samples)
         digest = hashlib.sha256(lines).hexdigest() if lines else None
         stored = record.model_copy(update={"samples_sha256": digest})
-        path, content = self.runs / place(record), dump_record(stored)
+        path, content = self.runs / record_path_of(record), dump_record(stored)
         if _key_in(path) not in (None, record.key):
             raise RecordError(f"{path} holds the run {_key_in(path)}, whose key begins as that of {record.key} does")
         pending: list[Path] = []
@@ -240,13 +240,14 @@ class Store:
             key: name of the run.
             timeout: seconds to wait for another holder; None waits until it is free.
         """
-        with self._hold(_checked(key), timeout):
+        with self._hold(_check_key(key), timeout):
             for path in self.runs.glob(f".{key}*{TEMPORARY}"):
                 path.unlink(missing_ok=True)
             yield
 
     @contextlib.contextmanager
     def _hold(self, name: str, timeout: float | None = None) -> Iterator[None]:
+        """Hold the file lock `name` within the context; `RecordError` after `timeout` seconds (None: wait for ever)."""
         lock = FileLock(self.runs / ".locks" / f"{name}.lock")
         try:
             Path(lock.lock_file).parent.mkdir(parents=True, exist_ok=True)
@@ -276,7 +277,8 @@ class Store:
         return RecordError(f"results_dir: cannot write under '{self.runs}': {reason_of(error)}")
 
 
-def _checked(key: str) -> str:
+def _check_key(key: str) -> str:
+    """The key, if it is 64 lower-case hex digits; else raise `RecordError`."""
     if not KEY_PATTERN.match(key):
         raise RecordError(f"key {key!r:.80} is not a run's key (64 lower-case hex digits)")
     return key
@@ -288,7 +290,7 @@ def _read(path: Path) -> Record:
         state = path.stat()
         if not stat.S_ISREG(state.st_mode):  # opening a pipe would wait for ever
             raise RecordError("not a regular file")
-        record = _parsed(path, state.st_mtime_ns, state.st_size, state.st_ino)
+        record = _parse_file(path, state.st_mtime_ns, state.st_size, state.st_ino)
     except FileNotFoundError:
         if path.is_symlink():
             raise RecordError("a link to nothing") from None
@@ -301,7 +303,7 @@ def _read(path: Path) -> Record:
 
 
 @functools.lru_cache(maxsize=4096)
-def _parsed(path: Path, *state: int) -> Record:
+def _parse_file(path: Path, *state: int) -> Record:
     """The record in a file, parsed once as long as its time, size and inode stay."""
     return parse_record(path.read_bytes())
 
@@ -333,6 +335,7 @@ def _check_samples(rows: list[Any]) -> None:
 
 
 def _dump_samples(key: str, samples: Iterable[Mapping[str, Any]]) -> bytes:
+    """Samples as JSON lines; `RecordError` for numbers that are not finite and rows that JSON cannot hold."""
     lines: list[str] = []
     for index, row in enumerate(samples):
         for name, value in row.items():

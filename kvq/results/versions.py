@@ -46,7 +46,7 @@ _LONG_TRELLIS: Final = 8  # bits of a state, above which a trellis is one
 
 
 @functools.cache
-def declared() -> Mapping[str, int]:
+def declared_versions() -> Mapping[str, int]:
     """Version of every class of kvq and its plugins that has one, by name, and of every task; nothing is imported."""
     found: dict[str, int] = {}
     tasks = {task for plugin in plugins.installed().values() for task in plugin.tasks}
@@ -76,9 +76,9 @@ def versions_of(config: Mapping[str, Any], task: type[TaskConfig] | None = None)
     names = {*task.versioned_parts(config["task"]), *(("KVCache",) if task.reads_cache else ())}
     if config["model"].get("outliers"):
         names.add("OutliersConfig")
-    own = {name: declared()[name] for name in names}
+    own = {name: declared_versions()[name] for name in names}
     found: Versions = {name: task.version, **own, **versions_of_method(config["method"])}
-    if name not in declared():
+    if name not in declared_versions():
         found |= _versions_of_class(task)
     return dict(sorted(found.items()))
 
@@ -88,16 +88,16 @@ def versions_of_method(method: Mapping[str, Any]) -> Versions:
     names = {implied for setting, implied in _IMPLIED.items() if method.get(setting)}
     if any(isinstance(own, list) for layers in method.get("bits_by_layer", {}).values() for own in layers):
         names.add("HeadsCodec")
-    return {**{name: declared()[name] for name in names}, **versions_of_parts(method)}
+    return {**{name: declared_versions()[name] for name in names}, **versions_of_parts(method)}
 
 
 def versions_of_parts(method: Any) -> Versions:
     """Versions of the classes that a method's canonical settings name, which are imported."""
     found, current = Versions(), current_names()
-    for target in {current.get(name, name) for name in _settings("_target_", method) if isinstance(name, str)}:
+    for target in {current.get(name, name) for name in _values_of_setting("_target_", method) if isinstance(name, str)}:
         found |= _versions_of_class(pkgutil.resolve_name(target))
-    if any(memory > _LONG_TRELLIS for memory in _settings("memory", method)):
-        found["LongTrellis"] = declared()["LongTrellis"]
+    if any(memory > _LONG_TRELLIS for memory in _values_of_setting("memory", method)):
+        found["LongTrellis"] = declared_versions()["LongTrellis"]
     return found
 
 
@@ -108,23 +108,25 @@ def is_stale(record: Record) -> bool:
 
 def staleness() -> Callable[[Record], bool]:
     """Make an `is_stale` for many records: it reads each file outside the package once."""
-    now = functools.cache(_now)
-    return lambda record: any(now(name) != version for name, version in _deciding(record))
+    now = functools.cache(_current_version)
+    return lambda record: any(now(name) != version for name, version in _deciding_versions(record))
 
 
-def _deciding(record: Record) -> Iterator[tuple[str, int | str]]:
+def _deciding_versions(record: Record) -> Iterator[tuple[str, int | str]]:
     """The versions that decide whether a record is stale: of a task outside the package, the hash of its file."""
-    by_file = record.task not in declared() and any(isinstance(version, str) for version in record.versions.values())
+    by_file = record.task not in declared_versions() and any(
+        isinstance(version, str) for version in record.versions.values()
+    )
     return ((name, version) for name, version in record.versions.items() if not (by_file and name == record.task))
 
 
-def _settings(name: str, value: Any) -> Iterator[Any]:
-    """What a setting of that name is, wherever a method has one."""
+def _values_of_setting(name: str, value: Any) -> Iterator[Any]:
+    """Every value that settings, at any depth of mappings and lists, have under this name."""
     if isinstance(value, Mapping):
         yield from (own for key, own in value.items() if key == name)
     if isinstance(value, Mapping | list | tuple):
         for item in value.values() if isinstance(value, Mapping) else value:
-            yield from _settings(name, item)
+            yield from _values_of_setting(name, item)
 
 
 def _versions_of_class(part: Any) -> Versions:
@@ -133,8 +135,8 @@ def _versions_of_class(part: Any) -> Versions:
     versioned = {"kvq", *(name for name in plugins.installed() if plugins.installed()[name].has_versions)}
     for kind in inspect.getmro(part) if inspect.isclass(part) else (part,):
         if kind.__module__.partition(".")[0] in versioned:
-            if kind.__name__ in declared():
-                found[kind.__name__] = declared()[kind.__name__]
+            if kind.__name__ in declared_versions():
+                found[kind.__name__] = declared_versions()[kind.__name__]
         elif kind.__module__ not in sys.stdlib_module_names and (file := file_of_module(kind.__module__)) is not None:
             found[f"{kind.__module__}.{kind.__qualname__}"] = code_hash(file)
     if not found:
@@ -142,9 +144,10 @@ def _versions_of_class(part: Any) -> Versions:
     return found
 
 
-def _now(name: str) -> int | str | None:
-    if name in declared():
-        return declared()[name]
+def _current_version(name: str) -> int | str | None:
+    """The version that a class or task has now, or the hash of its file outside the package; None: it is gone."""
+    if name in declared_versions():
+        return declared_versions()[name]
     parts = name.split(".")
     files = (file_of_module(".".join(parts[:end])) for end in range(len(parts) - 1, 0, -1))
     found = next((file for file in files if file is not None), None)

@@ -18,7 +18,7 @@ from kvq.report.figures.style import colour, dash, lines_of
 from kvq.report.labels import named
 from kvq.results import Record, Store, run_key
 from kvq.results.metrics import metric_of
-from kvq.results.presets import said
+from kvq.results.presets import in_words
 from kvq.results.statistics import dominated
 
 if TYPE_CHECKING:
@@ -253,7 +253,7 @@ def search_title(search: Mapping[str, Any]) -> str:
     """What the trials of a search share: model, text and settings of the task."""
     fixed = dict(word.partition("=")[::2] for word in search["fixed"])
     asked = {name.removeprefix("task."): value for name, value in fixed.items() if name.startswith("task.")}
-    words = [said(name, value) for name, value in asked.items() if name != "batch_size"]
+    words = [in_words(name, value) for name, value in asked.items() if name != "batch_size"]
     text = " on ".join(value for name in ("model", "dataset") if (value := fixed.get(name)))
     return ", ".join(["Searches", *([text] if text else []), *words])
 

@@ -20,7 +20,7 @@ from kvq.report.labels import model_name
 from kvq.report.tables.build import build_tables
 from kvq.report.tables.layout import Row, Table
 from kvq.results import Record, Store
-from kvq.results.files import place, write_file
+from kvq.results.files import record_path_of, write_file
 from kvq.results.metrics import IN_FLIGHT, total_bits
 from kvq_lab.words import parse_words, run_command
 
@@ -39,7 +39,7 @@ class Entry:
     """A line of the leaderboard; what is not on record is None.
 
     `totals`: bits per element with tables counted, at the tokens in flight of `IN_FLIGHT`; `pays`: of a method with
-    tables, from how many tokens in flight they pay, and against which method (`kvq.results.metrics.pays_from`).
+    tables, from how many tokens in flight they pay, and against which method (`kvq.results.metrics.break_even`).
     `noise`: within noise of full precision. `frontier`: no method of its table is better at equal or fewer bits beyond
     noise. `engine`: an engine's format, by preset or measured in the engine itself.
     """
@@ -149,7 +149,7 @@ def _entry(row: Row, budget: float, others: _OtherRuns) -> Entry:
         engine=engine,
         text=record.dataset,
         windows=int(metrics.get("windows", 0)),
-        record=Path("runs", place(record)).as_posix(),
+        record=Path("runs", record_path_of(record)).as_posix(),
     )
 
 

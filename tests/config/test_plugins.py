@@ -18,7 +18,7 @@ from kvq.methods.build import build_method
 from kvq.report.tables.build import build_tables
 from kvq.report.tables.formats import csv, markdown
 from kvq.results import Store, is_stale
-from kvq.results.versions import declared
+from kvq.results.versions import declared_versions
 from kvq.tasks.measurement import task_of
 from tests.results import made
 
@@ -60,7 +60,7 @@ def _alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     tasks = ConfigStore.instance().repo["task"]
     for name in ("counting.yaml", "counting_schema.yaml"):
         tasks.pop(name, None)
-    for cached in (plugins.installed, plugins._shared_dirs, composing._register, declared):
+    for cached in (plugins.installed, plugins._shared_dirs, composing._register, declared_versions):
         cached.cache_clear()
 
 
@@ -173,7 +173,7 @@ def install(site: Path, name: str, code: str = PLUGIN, method: str = "counted") 
     (site / name / "counting.py").write_text(TASK + "\n\ndef main():\n    print('counted')\n    return 0\n")
     if str(site) not in sys.path:
         sys.path.append(str(site))
-    for cached in (plugins.installed, plugins._shared_dirs, composing._register, declared):
+    for cached in (plugins.installed, plugins._shared_dirs, composing._register, declared_versions):
         cached.cache_clear()
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from kvq.results.versions import declared
+from kvq.results.versions import declared_versions
 from tests.golden import methods, models, tasks
 from tests.golden.held import Golden, complaint, file_of, moved, read, to_raise
 
@@ -56,10 +56,10 @@ def test_every_part_of_every_method_and_task_has_a_golden() -> None:
     heads of different bits against caches of one head each.
     """
     held = {name for case in _cases() for name in _golden(case).versions}
-    settings = {name for name in declared() if name.endswith("Config")} - {"BackendConfig"}
+    settings = {name for name in declared_versions() if name.endswith("Config")} - {"BackendConfig"}
     engines = {"LlamaCpp", "LogitsFile", "Mlx"}
     elsewhere = {"latency", "throughput", "BackendConfig", "MergedRotation", "HeadsCodec", *engines}
-    assert set(declared()) - held - settings == elsewhere
+    assert set(declared_versions()) - held - settings == elsewhere
 
 
 def _cases() -> list[str]:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from kvq.config import compose, resolve
 from kvq.errors import Unsupported
 from kvq.methods.build import build_method
-from kvq.models.weights import rounded, rounded_weights
+from kvq.models.weights import round_to_nearest, rounded_weights
 from kvq.runs import Prepared, run
 from tests.properties import examples
 from tests.random_models import llama
@@ -24,7 +24,7 @@ TEXT = "task=ppl task.context=256 task.max_windows=1 task.scoring=parallel task.
 @given(rows=st.integers(1, 5), columns=st.integers(1, 300), bits=st.integers(2, 8), seed=st.integers(0, 99))
 def test_a_weight_is_rounded_to_even_steps_of_its_group(rows: int, columns: int, bits: int, seed: int) -> None:
     weight = torch.randn(rows, columns, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).float()
-    found = rounded(weight, bits)
+    found = round_to_nearest(weight, bits)
     for row in range(rows):
         for start in range(0, columns, 128):
             own = weight[row, start : start + 128].double()
@@ -51,7 +51,7 @@ def test_a_rotation_is_merged_before_the_weights_are_rounded() -> None:
     with merged.in_weights(model):
         turned = matrix.detach().clone()
         with rounded_weights(model, 4):
-            assert torch.equal(matrix, rounded(turned, 4))
+            assert torch.equal(matrix, round_to_nearest(turned, 4))
         assert torch.equal(matrix, turned)
 
 

@@ -26,7 +26,7 @@ from kvq.report.payload import payload
 from kvq.report.tables.build import build_tables
 from kvq.report.tracker import entry_of
 from kvq.results import Record, Store
-from kvq.results.presets import worded
+from kvq.results.presets import with_departures
 from kvq.results.record import canonical
 from tests.report import sweeps
 from tests.results import made
@@ -110,7 +110,7 @@ def test_first_token_and_cache_are_said_where_they_are_not_the_models_own(overri
 
 def test_committed_runs_are_their_presets() -> None:
     """Only experiments that say so override their methods, and labels tell; a preset that changes is noticed here."""
-    records = [worded(record) for record in Store(COMMITTED).scan()[0]]
+    records = [with_departures(record) for record in Store(COMMITTED).scan()[0]]
     assert len(records) >= 398
     other = {(record.method, label(record), record.provenance.command) for record in records}
     told = {(name, command) for name, shown, command in other if shown != name}

@@ -11,7 +11,7 @@ import pytest
 
 from kvq.errors import RecordError
 from kvq.results import Store
-from kvq.results.files import PACK, place
+from kvq.results.files import PACK, record_path_of
 from tests.results import made
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -91,8 +91,8 @@ def test_committed_records_lie_at_their_places_and_their_samples_are_packed() ->
     store, files = Store(ROOT / "results"), {ROOT / name for name in listed.stdout.split()}
     records, broken = store.scan()
     assert not broken
-    paths = {store.runs / place(record) for record in records}
-    packs = {store.runs / place(record).with_name(PACK) for record in records if record.samples_sha256}
+    paths = {store.runs / record_path_of(record) for record in records}
+    packs = {store.runs / record_path_of(record).with_name(PACK) for record in records if record.samples_sha256}
     assert {path for path in files if path.suffix == ".json"} <= paths
     assert {path for path in files if path.suffix != ".json"} <= packs
     for record in records:

@@ -11,7 +11,7 @@ from kvq import cli, runs
 from kvq.config import compose, resolve
 from kvq.report.labels import label, protocol_departures
 from kvq.results import Record, Store
-from kvq.results.presets import found_of, worded
+from kvq.results.presets import find_departures, with_departures
 from kvq.results.provenance import full_precision_words, single_command
 
 COMMITTED = Path(__file__).parents[2] / "results"
@@ -36,7 +36,7 @@ def test_a_run_keeps_its_words_and_the_command_that_measures_it_alone(tmp_path: 
         resolve(compose([*WORDS, f"results_dir={tmp_path}"])), lambda: [*WORDS, f"results_dir={tmp_path}"]
     )
     assert record.label == label(record) == "kivi, sink tokens 1"
-    assert record.from_presets == found_of(record)
+    assert record.from_presets == find_departures(record)
     assert record.command == f"python run.py {' '.join(WORDS)}"
     assert record.baseline_key is not None
     baseline = Store(tmp_path).get(record.baseline_key)
@@ -55,7 +55,7 @@ def test_the_words_are_those_of_the_day_of_measuring(records: list[Record]) -> N
     record = next(record for record in records if record.from_presets and not record.from_presets.method)
     kept = record.model_copy(update={"method": "a preset that is gone"})
     assert label(kept) == "a preset that is gone"
-    changed = worded(record).model_copy(
+    changed = with_departures(record).model_copy(
         update={"from_presets": record.from_presets.model_copy(update={"method": ["+ x"]})}
     )
     assert label(changed) == f"{record.method} + x"
@@ -73,8 +73,8 @@ def test_words_do_not_depend_on_the_order_of_settings(records: list[Record]) -> 
     calibration = record.config["method"]["calibration"]
     turned = {name: calibration[name] for name in sorted(calibration, reverse=True)}
     method = {**record.config["method"], "calibration": turned}
-    other = worded(record.model_copy(update={"config": {**record.config, "method": method}}))
-    assert (other.label, other.from_presets) == (worded(record).label, worded(record).from_presets)
+    other = with_departures(record.model_copy(update={"config": {**record.config, "method": method}}))
+    assert (other.label, other.from_presets) == (with_departures(record).label, with_departures(record).from_presets)
 
 
 def test_every_committed_record_has_words_and_a_command(records: list[Record]) -> None:

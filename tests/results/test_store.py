@@ -17,7 +17,7 @@ import pytest
 import kvq.results.store
 from kvq.errors import RecordError
 from kvq.results import Store, run_key
-from kvq.results.files import loose_samples, place, safe
+from kvq.results.files import loose_samples, record_path_of, safe_name
 from kvq.results.record import dump_record
 from tests.results import made
 
@@ -322,7 +322,7 @@ def test_two_files_of_one_run_are_one_record(store: Store) -> None:
 def test_a_run_whose_key_begins_as_anothers_is_refused(store: Store) -> None:
     """One in four thousand million; its record would replace the other's."""
     record = store.put(made.record("kivi", "2"), made.samples([1.0]))
-    path = store.runs / place(made.record("kivi", "3"))
+    path = store.runs / record_path_of(made.record("kivi", "3"))
     path.write_bytes(store.record_path(record.key).read_bytes())
     with pytest.raises(RecordError, match="whose key begins as that of"):
         store.put(made.record("kivi", "3"))
@@ -345,4 +345,4 @@ def test_what_another_process_writes_is_seen(store: Store) -> None:
     [("a/b", "a_b"), ("..", "_"), ("", "_"), (".x", "x"), ("é\n*", "___"), ("m" * 300, "m" * 80), ("k3v2", "k3v2")],
 )
 def test_names_are_parts_of_paths(text: str, part: str) -> None:
-    assert safe(text) == part
+    assert safe_name(text) == part

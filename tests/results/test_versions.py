@@ -17,7 +17,7 @@ from kvq.codecs.trellis import LongTrellis
 from kvq.config import plugins
 from kvq.errors import RecordError
 from kvq.results import Store, is_stale, staleness, versions
-from kvq.results.versions import code_behind, code_hash, declared, versions_of
+from kvq.results.versions import code_behind, code_hash, declared_versions, versions_of
 from tests.results import made
 
 RESULTS = Path(__file__).resolve().parents[2] / "results"
@@ -49,7 +49,7 @@ def test_what_is_read_is_what_classes_say() -> None:
         for name, kind in inspect.getmembers(importlib.import_module(module), inspect.isclass):
             if "version" in vars(kind) and kind.__module__ == module:
                 found.setdefault(name, []).append(kind.version)
-    assert {name: [version] for name, version in declared().items() if name[0].isupper()} == found
+    assert {name: [version] for name, version in declared_versions().items() if name[0].isupper()} == found
 
 
 def test_a_run_keeps_the_versions_of_its_parts() -> None:
@@ -67,11 +67,13 @@ def test_long_trellises_have_a_version_of_their_own() -> None:
 
 
 def test_a_raised_version_is_stale(monkeypatch: pytest.MonkeyPatch) -> None:
-    record = made.record("kivi", "2", versions={"ppl": declared()["ppl"], "Codec": declared()["Codec"]})
+    record = made.record(
+        "kivi", "2", versions={"ppl": declared_versions()["ppl"], "Codec": declared_versions()["Codec"]}
+    )
     assert not is_stale(record)
-    monkeypatch.setattr(versions, "declared", lambda: {**declared(), "KVCache": 99})
+    monkeypatch.setattr(versions, "declared_versions", lambda: {**declared_versions(), "KVCache": 99})
     assert not is_stale(record)
-    monkeypatch.setattr(versions, "declared", lambda: {**declared(), "Codec": 99})
+    monkeypatch.setattr(versions, "declared_versions", lambda: {**declared_versions(), "Codec": 99})
     assert is_stale(record)
     assert staleness()(record)
     assert is_stale(made.record("kivi", "2", versions={"ThatIsGone": 1}))
@@ -113,7 +115,7 @@ def test_a_hash_is_of_files_and_not_of_their_order(tmp_path: Path) -> None:
 
 
 def test_a_part_of_the_package_without_a_version_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(versions, "declared", lambda: {"ppl": 1, "KVCache": 1})
+    monkeypatch.setattr(versions, "declared_versions", lambda: {"ppl": 1, "KVCache": 1})
     with pytest.raises(RecordError, match=r"kvq\.codecs.*Zero: no version"):
         versions_of(settings(key={"_target_": "kvq.codecs.Zero"}))
 

@@ -16,7 +16,7 @@ from kvq.cli import main
 from kvq.codecs.rope import Rope
 from kvq.config.diagnostics import MemoryConfig
 from kvq.errors import ConfigError, Unsupported
-from kvq.models.shapes import CacheShape, LayerKind, cache_shape, shipped, state_bytes_of
+from kvq.models.shapes import CacheShape, LayerKind, cache_shape, load_shapes, state_bytes_of
 from kvq.tasks import memory
 from kvq.tasks.memory import rows_of, side_parts
 from tests.families import family
@@ -100,8 +100,8 @@ def test_shipped_shapes_are_those_of_configured_models() -> None:
 
     files = [choice.read() for choice in choices_in(conf_dir()) if choice.group == "model"]
     contexts = {file["path"]: file["context"] for file in files if "path" in file}
-    assert set(shipped()) <= set(contexts)
-    assert {path: shape["context"] for path, shape in shipped().items()} == {p: contexts[p] for p in shipped()}
+    assert set(load_shapes()) <= set(contexts)
+    assert {path: shape["context"] for path, shape in load_shapes().items()} == {p: contexts[p] for p in load_shapes()}
 
 
 def test_a_model_of_70b_takes_less_than_a_minute_and_no_weights(tmp_path: Path) -> None:

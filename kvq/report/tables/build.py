@@ -36,8 +36,8 @@ from kvq.report.labels import protocol as protocol_of
 from kvq.report.tables.layout import LISTED, Continuation, Row, Table, Tables, Texts
 from kvq.report.tables.notes import notes_of
 from kvq.results import Broken, Record, Store, run_key, staleness
-from kvq.results.metrics import pays_from
-from kvq.results.presets import PROTOCOL, cache_dtype, flatten, joined, said, settings_of
+from kvq.results.metrics import break_even
+from kvq.results.presets import PROTOCOL, cache_dtype, flatten, in_words, label_with, settings_of
 from kvq.results.statistics import holm
 
 if TYPE_CHECKING:
@@ -106,7 +106,7 @@ def told_apart(tables: Sequence[Table]) -> list[Table]:
         apart = [name for name in known if len({own.get(name) for own in settings}) > 1]
         for table, own in zip(group, settings, strict=True):
             name = title.removesuffix(f" ({table.words})")
-            words = [said(_WEIGHTS.get(name, name), own[name][:_HASH]) for name in apart if name in own]
+            words = [in_words(_WEIGHTS.get(name, name), own[name][:_HASH]) for name in apart if name in own]
             more = ", ".join(filter(None, [table.words, *words]))
             out.append(replace(table, words=more, title=_titled(name, more)) if words else table)
     return out
@@ -165,7 +165,7 @@ def _rows(
         by_name[names[record.key]].append(record)
     verdicts = Verdicts(methods, comparisons, (pair for runs in by_name.values() for pair in widths(runs)))
     rivals = [record for record in done if record.key not in variants or keeps_first(record)]
-    paying = {record.key: pays_from(record.metrics, [one.metrics for one in rivals]) for record in done}
+    paying = {record.key: break_even(record.metrics, [one.metrics for one in rivals]) for record in done}
     best, best_measured = (frontier(methods, verdicts, bits) for bits in (effective_bits, measured_bits))
 
     def shown(place: int | None) -> str:
@@ -226,7 +226,9 @@ def _names(records: Sequence[Record]) -> dict[str, str]:
             apart |= {setting for setting in known if len({twin.get(setting) for twin in twins}) > 1}
         for run in runs:
             own = settings.get(run.key, {})
-            names[run.key] = joined(name, [said(setting, own[setting]) for setting in sorted(apart & own.keys())])
+            names[run.key] = label_with(
+                name, [in_words(setting, own[setting]) for setting in sorted(apart & own.keys())]
+            )
     return names
 
 

@@ -23,7 +23,7 @@ class Row:
     `unquantized`: every item was shorter than the residual; `best`: on the frontier of effective bits,
     `best_measured`: on that of measured bits. `p_value` is that of its paired difference to full
     precision, corrected for all rows of the table (Holm). `tokens`: the length that a line of `task=memory` is of.
-    `pays`: of a run with tables, `pays_from` which tokens in flight, and the name of the run that it then undercuts.
+    `pays`: of a run with tables, its `break_even` in tokens in flight, and the name of the run that it then undercuts.
     """
 
     record: Record
