@@ -73,9 +73,13 @@ FAMILIES = {
 ENGINES = {
     "exllama2": "stage 'hadamard'",  # not orthonormal
     "lmdeploy_42": "codes of InnerProductQuantizer",
+    "openvino_u4_by_channel": "codes of UniformQuantizer",
+    "openvino_u8_by_channel": "codes of UniformQuantizer",
     "sglang_nvfp4": "stage 'scale'",
     "tensorrt": "stage 'scale'",
     "vllm_fp8/calibrated": "stage 'scale'",
+    "vllm_fp8/per_head": "stage 'scale'",
+    "vllm_fp8_k_nvfp4_v": "stage 'scale'",
     "vllm_int4": "stage 'hadamard'",
     "vllm_nvfp4": "stage 'scale'",
     "vllm_octave": "codes of (LeadingChannels|RmsLevelsQuantizer)",
