@@ -68,7 +68,6 @@ class Store:
     def __init__(self, root: str | os.PathLike[str]) -> None:
         self.root = Path(root)
         self.runs = self.root / "runs"
-        self._rows: dict[str, list[dict[str, Any]]] = {}  # samples that were read, by their hash
 
     def record_path(self, key: str) -> Path:
         """Path of the record of `key`; `runs/<8 digits of the key>.json` when there is none."""
@@ -164,8 +163,6 @@ class Store:
         """Return the samples of a record that is read already; an empty list when it was stored without."""
         if record.samples_sha256 is None:
             return []
-        if record.samples_sha256 in self._rows:
-            return self._rows[record.samples_sha256]
         path = loose_samples(self.record_path(record.key))
         try:
             content = read_samples(path)
@@ -173,7 +170,7 @@ class Store:
                 raise RecordError(f"samples {path} are not those of their record: run it again with force=true")
             rows: list[dict[str, Any]] = json.loads(b"[" + b",".join(content.splitlines()) + b"]")
             _check_samples(rows)
-            return self._rows.setdefault(record.samples_sha256, rows)
+            return rows
         except (OSError, ValueError, RecursionError) as error:
             raise RecordError(f"cannot read samples {path}: {reason_of(error)}") from error
 

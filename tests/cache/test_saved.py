@@ -223,7 +223,7 @@ def test_other_versions_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     from kvq.results import versions
 
     raised = {**versions.declared_versions(), "TokenNorm": versions.declared_versions()["TokenNorm"] + 1}
-    monkeypatch.setattr(versions, "declared", lambda: raised)
+    monkeypatch.setattr(versions, "declared_versions", lambda: raised)
     with pytest.raises(DataError, match=r"versions\.TokenNorm=1, here it is 2"):
         KVCache.load(tmp_path / "one", model, method)
 

@@ -278,7 +278,7 @@ def test_forward_matrices_are_folded_into_the_weights() -> None:
         x = torch.cat([states.rope.rotate(states.key, back=True), states.value])
         attention = loaded.model.model.layers[layer].self_attn  # type: ignore[union-attr, index]
         weights = torch.cat([attention.k_proj.weight, attention.v_proj.weight]).detach()  # type: ignore[union-attr]
-        order = transform._ordered(len(weights), x.shape[0])
+        order = transform._channel_order(len(weights), x.shape[0])
         matrix = transform.tables["folded_forward"][0].double()[:, transform.tables["order"][0].long()]
         folded = weights.mT[:, order] @ matrix
         expected = transform.forward(x)[0].transpose(0, 1).flatten(1)[:, : matrix.shape[1]]

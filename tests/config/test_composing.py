@@ -149,18 +149,18 @@ def test_hydra_composes_a_choice_once(tmp_path: Path, monkeypatch: pytest.Monkey
     made anew."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     given = ["method=kivi", "task=ppl", "bits=2"]
-    composing._chosen.cache_clear()
+    composing._compose_choices.cache_clear()
     found = compose(given)
     (kept,) = (tmp_path / "kvq" / "compositions").iterdir()
     content = kept.read_bytes()
     for broken in (content[:-9], b"", content.replace(b"kivi", b"kivj"), b"0" * 64 + content[64:]):
         kept.write_bytes(broken)
-        composing._chosen.cache_clear()
+        composing._compose_choices.cache_clear()
         assert compose(given) == found
         assert kept.read_bytes() != broken
     monkeypatch.setattr(composing, "compose_with_hydra", None)
     for bits in (1, 2, 3, 4):
-        composing._chosen.cache_clear()
+        composing._compose_choices.cache_clear()
         assert compose(["method=kivi", "task=ppl", f"bits={bits}"]).bits == bits
 
 
