@@ -159,7 +159,7 @@ class Loops(Protocol):
 
 @functools.cache
 def loops_for(device: str) -> Loops | None:
-    """A plugin's compiled loops for a type of device; None: what is here runs in torch, ten to thirty times slower."""
+    """A plugin's compiled loops for a type of device; None: what is here runs in torch, ten to forty times slower."""
     from kvq.config.plugins import import_modules
 
     found = (module.trellis_loops(device) for module in import_modules("trellis"))

@@ -11,8 +11,9 @@ import torch
 from jaxtyping import Float, Int, UInt8
 from torch import Tensor
 
+from kvq.codecs.trellis import WIDEST
+
 _OPTIONS = {"nogil": True, "error_model": "numpy", "boundscheck": False, "fastmath": False}
-_WIDEST = 8
 
 
 @no_type_check
@@ -61,7 +62,7 @@ def searcher(memory):
     """The compiled loop `search(x, widths, weights, books, codes)` for a trellis of 2^`memory` states."""
 
     states = 1 << memory
-    steps = tuple(_step(memory, min(width, memory)) for width in range(1, _WIDEST + 1))
+    steps = tuple(_step(memory, min(width, memory)) for width in range(1, WIDEST + 1))
     one, two, three, four, five, six, seven, eight = steps
 
     @numba.njit(**_OPTIONS)

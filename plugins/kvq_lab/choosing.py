@@ -332,9 +332,10 @@ class Chooser:
                 say(f"no time is left for round {number}")
                 return
             for one in runners:
-                if not self._measure_round(one, number, say):
+                if number == 1 and not self._has_time([one], number):
                     say(f"time is over in round {number}")
                     return
+                self._measure_round(one, number, say)
             self._drop_formats(number, say)
 
     def open_pairs(self) -> list[tuple[int, int]]:
@@ -351,19 +352,16 @@ class Chooser:
         seconds = self.sizes[number - 1] * (self.window_seconds + sum(one.seconds or usual for one in new))
         return not new or time.monotonic() + seconds <= self.ends - MOST * (self.needle_seconds or 0)
 
-    def _measure_round(self, one: Format, number: int, say: Say) -> bool:
-        """Measure a format in a round; false: it would take longer than there is time."""
-        if number == 1 and not self._has_time([one], number):
-            return False
+    def _measure_round(self, one: Format, number: int, say: Say) -> None:
+        """Measure a format in a round; one that cannot be measured is stopped, and why is said."""
         try:
             record, own = self._run_round(one.words, number)
         except KvqError as error:
             one.stopped = str(error)
             say(f"{one.name}: {error}")
-            return True
+            return
         one.records.append(record)
         one.losses.append(own)
-        return True
 
     def _drop_formats(self, number: int, say: Say) -> None:
         """Decide the race with the losses of the first `number` rounds, and say what dropped out in the last."""

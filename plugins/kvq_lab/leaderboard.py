@@ -22,6 +22,7 @@ from kvq.report.tables.layout import Row, Table
 from kvq.results import Record, Store
 from kvq.results.files import record_path_of, write_file
 from kvq.results.metrics import IN_FLIGHT, total_bits
+from kvq.results.presets import part_of
 from kvq_lab.words import parse_words, run_command
 
 BUDGETS = (1.25, 2.25, 3.25, 4.25, 8.0)
@@ -163,7 +164,8 @@ def _bytes_at_context(metrics: Mapping[str, float]) -> float | None:
 
 def decoding_tables(store: Store, records: Sequence[Record]) -> tuple[Table, ...]:
     """The tables of perplexity scored as in generation, of the records of a store."""
-    scored = [one for one in records if one.task == "ppl" and one.config["task"].get("scoring") == "generation"]
+    losses = [record for record in records if record.task == "ppl"]
+    scored = [record for record in losses if part_of(record.config, "task").get("scoring") == "generation"]
     return build_tables(store, scanned=(scored, [])).tables
 
 
