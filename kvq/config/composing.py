@@ -30,8 +30,8 @@ from omegaconf import DictConfig, ListConfig, OmegaConf, StringNode, open_dict
 
 from kvq.config import plugins
 from kvq.config.bits import Bits, first_width, parse_bits
-from kvq.config.carried import cache_folder
 from kvq.config.choices import CONFIG_NAME, register_rows
+from kvq.config.limits import cache_folder
 from kvq.config.method import with_current_names
 from kvq.config.run import LOGGERS, Config
 from kvq.config.tasks import SCHEMAS

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any, get_args, get_origin, get_type_hints
@@ -114,6 +115,11 @@ def _declared_checks(hint: Any) -> list[Check]:
 
 EMBEDDED, DISTRIBUTION = "embedded:", "distribution:"
 """Begin a `model.path` of a model of the package, or a file that an installed Python distribution carries."""
+
+
+def cache_folder() -> Path:
+    """Where kvq keeps joined files and composed settings: `$XDG_CACHE_HOME/kvq`, or `~/.cache/kvq`."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kvq"
 
 
 def file_hash(file: Path) -> str:

@@ -1,6 +1,6 @@
 """Rows of text from the hub or from local files, and the text of a data set as one string; torch is not imported.
 
-Files are jsonl, json, parquet, arrow, text, folders of them, and saved datasets.
+Files are jsonl, json, parquet, text, folders of them, and saved datasets.
 """
 
 from __future__ import annotations
@@ -9,16 +9,61 @@ import codecs
 import gzip
 import hashlib
 import json
-from collections.abc import Callable, Iterable
+import os
+import sys
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvq.data import hub
+from huggingface_hub import constants, get_session
+
 from kvq.data.embedded import load_corpus
-from kvq.errors import DataError, did_you_mean, first_line, one_line
+from kvq.errors import DataError, did_you_mean, first_line
 
 if TYPE_CHECKING:
     from kvq.config import DatasetConfig
+
+_SUFFIXES = (".jsonl", ".json", ".json.gz", ".jsonl.gz", ".parquet", ".txt", ".md")
+
+
+@cache
+def go_offline_if_silent(patience: float = 3.0) -> None:
+    """Switch the hub's libraries to offline mode for the process where the hub does not answer within so many seconds.
+
+    They would retry each file for half a minute. Offline, they read what is in their cache.
+    """
+    try:
+        constants.is_offline_mode() or get_session().head(constants.ENDPOINT, timeout=patience)
+    except Exception:  # of whatever library transports it; all mean that the hub does not answer
+        os.environ["HF_HUB_OFFLINE"], constants.HF_HUB_OFFLINE = "1", True
+        if "datasets" in sys.modules:  # it keeps a copy of its own
+            sys.modules["datasets"].config.HF_HUB_OFFLINE = True
+
+
+def load_rows(setting: str, local: str, hub_id: str | None, *given: Any, first: int | None = None, **named: Any) -> Any:
+    """A split of a data set of the hub, a `datasets.Dataset`, or its local copy where the hub does not answer.
+
+    Args:
+        setting: begins an error's line, such as `dataset=c4`.
+        local: describes the values that `dataset.path=` takes in place of the hub.
+        hub_id: None: the configuration names no data set.
+        first: so many first rows are streamed, instead of all being downloaded; the cache then keeps nothing.
+        given, named: further arguments of `datasets.load_dataset`.
+    """
+    if hub_id is None:
+        raise DataError(f"{setting}: set dataset.path= (a local copy) or dataset.hub_id=")
+    go_offline_if_silent()
+    from datasets import Dataset, load_dataset
+
+    try:
+        if first is None:
+            return load_dataset(hub_id, *given, **named)
+        return Dataset.from_list(list(load_dataset(hub_id, *given, **named, streaming=True).take(first)))
+    except Exception as error:  # of several libraries; all mean that the rows cannot be downloaded
+        reason = first_line(error)
+        raise DataError(
+            f"{setting}: cannot load {hub_id} from the hub ({reason}); dataset.path= takes {local}"
+        ) from error
 
 
 def read_rows(config: DatasetConfig) -> tuple[str, ...]:
@@ -26,61 +71,60 @@ def read_rows(config: DatasetConfig) -> tuple[str, ...]:
 
     Of records, a row is the field `dataset.text_field`.
 
-    A `path` is a file (.jsonl, .json, .parquet, .arrow, .txt, .md; the first two also with .gz), a folder of files of
-    one of these kinds, read in the order of their names, or a folder that `datasets` wrote with `save_to_disk`. A plain
-    text file is one row.
+    A `path` is a file (.jsonl, .json, .parquet, .txt, .md; json also with .gz), a folder of files of one kind, read
+    in the order of their names, or a folder that `datasets` wrote with `save_to_disk`. A plain text file is one row.
     """
-    if config.path is not None:
-        return _local_rows(config, config.path)[: config.rows]
-    local = "a local copy (jsonl, parquet, text or a saved dataset)"
-    given = {"data_files": config.data_files, "split": config.split or "test", "first": config.rows}
-    rows = hub.load_rows(f"dataset={config.name}", local, config.hub_id, config.hub_config, **given)
-    return _column(rows, config.text_field, str(config.hub_id))
-
-
-def _local_rows(config: DatasetConfig, given: str) -> tuple[str, ...]:
-    path = Path(given).expanduser()
-    if not path.exists():
-        raise DataError(f"dataset.path={given}: no such file or folder")
-    if path.is_file():
-        return _file_rows(path, config.text_field)
+    if config.path is None:
+        local = "a local copy (jsonl, parquet, text or a saved dataset)"
+        given = {"data_files": config.data_files, "split": config.split or "test", "first": config.rows}
+        rows = load_rows(f"dataset={config.name}", local, config.hub_id, config.hub_config, **given)
+        return _column(rows, config.text_field, str(config.hub_id))
+    path = Path(config.path).expanduser()
     if _is_saved(path):
-        return _saved_rows(path, config)
-    return tuple(row for file in _files(path) for row in _file_rows(file, config.text_field))
+        return _saved_rows(path, config)[: config.rows]
+    read = (
+        row for file in _files(path) for row in _column(_records(file, config.text_field), config.text_field, str(file))
+    )
+    return tuple(read)[: config.rows]
 
 
 def source_of(config: DatasetConfig) -> str | None:
     """Describe `dataset.path` for the record ("saved dataset", "12 .txt files"); None: it cannot be read."""
-    path = None if config.path is None else Path(config.path).expanduser()
-    if path is None or not path.exists():
-        return None
-    if path.is_file():
-        return f"{_kind(path)} file"
-    if _is_saved(path):
-        return "saved dataset"
     try:
+        path = None if config.path is None else Path(config.path).expanduser()
+        if path is None or _is_saved(path):
+            return path and "saved dataset"
         files = _files(path)
     except DataError:
         return None
-    return f"{len(files)} {_kind(files[0])} files"
+    kind = _kind(files[0]).removesuffix(".gz")
+    return f"{kind} file" if path.is_file() else f"{len(files)} {kind} files"
 
 
 def _is_saved(path: Path) -> bool:
     return (path / "dataset_dict.json").is_file() or (path / "dataset_info.json").is_file()
 
 
-def _files(folder: Path) -> list[Path]:
-    """The files of a folder that can be read, in the order of their names, without hidden ones."""
-    inside = (file for file in folder.rglob("*") if not any(p.startswith(".") for p in file.relative_to(folder).parts))
-    files = sorted(file for file in inside if _kind(file) in _READERS and file.is_file())
-    kinds = sorted({_kind(file) for file in files})
-    if not kinds:
-        raise DataError(f"dataset.path={folder}: the folder holds no {_kinds()} files and no saved dataset")
-    if len(kinds) > 1:
-        raise DataError(
-            f"dataset.path={folder}: the folder holds files of several kinds ({', '.join(kinds)}); give one file, a "
-            "folder of one kind, or a saved dataset"
-        )
+def _kind(path: Path) -> str:
+    """The ending of a file's name among those that are read, the longest; empty: another."""
+    return max((suffix for suffix in _SUFFIXES if path.name.endswith(suffix)), key=len, default="")
+
+
+def _files(path: Path) -> list[Path]:
+    """The file, or the files of a folder that can be read, in the order of their names, without hidden ones."""
+    where, kinds = f"dataset.path={path}", ", ".join(_SUFFIXES)
+    if not path.exists():
+        raise DataError(f"{where}: no such file or folder")
+    if path.is_file():
+        if not _kind(path):
+            raise DataError(f"{where}: cannot read {path.suffix or 'a file without a suffix'}; it reads {kinds}")
+        return [path]
+    inside = (file for file in path.rglob("*") if not any(p.startswith(".") for p in file.relative_to(path).parts))
+    files = sorted(file for file in inside if _kind(file) and file.is_file())
+    if not files:
+        raise DataError(f"{where}: the folder holds no {kinds} files and no saved dataset")
+    if len(found := sorted(set(map(_kind, files)))) > 1:
+        raise DataError(f"{where}: the folder holds files of several kinds ({', '.join(found)}); give one file")
     return files
 
 
@@ -100,16 +144,16 @@ def _saved_rows(path: Path, config: DatasetConfig) -> tuple[str, ...]:
     return _column(rows, config.text_field, str(path))
 
 
-def _file_rows(path: Path, field: str) -> tuple[str, ...]:
-    reader = _READERS.get(_kind(path))
-    if reader is None:
-        given = path.suffix or "a file without a suffix"
-        raise DataError(f"dataset.path={path}: cannot read {given}; it reads {_kinds()}")
+def _records(path: Path, field: str | None = None) -> Any:
+    """What a file holds: a list of JSON values or of one text, or a `pyarrow.Table` (`field`: only that column)."""
     try:
-        return reader(path, field)
-    except DataError:
-        raise
-    except Exception as error:  # of several libraries, for archives that are cut short, garbled or too large
+        if path.suffix == ".parquet":
+            import pyarrow.parquet
+
+            known = pyarrow.parquet.read_schema(path).names
+            return pyarrow.parquet.read_table(path, columns=[field] if field in known else None)
+        return [read_text(path)] if path.suffix in (".txt", ".md") else json_records(path)
+    except Exception as error:  # of several libraries, for files that are cut short, garbled or too large
         raise DataError(f"dataset.path={path}: cannot be read: {first_line(error)}") from error
 
 
@@ -122,19 +166,6 @@ def _decoded(data: bytes) -> str:
     if data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) or b"\0" in data[:4096]:
         raise ValueError("no UTF-8 text, but UTF-16 or binary; save it as UTF-8")
     return data.decode("utf-8-sig")
-
-
-def _json(path: Path, field: str) -> tuple[str, ...]:
-    texts = []
-    for row, record in enumerate(json_records(path), 1):
-        where = f"row {row} of {path}"
-        if isinstance(record, dict):
-            _check_field(record, field, where)
-            record = record[field]
-        elif not isinstance(record, str):
-            raise DataError(f"dataset.path: {where} is {type(record).__name__}, not an object with {field!r}")
-        texts.append(_checked(record, field, where))
-    return tuple(texts)
 
 
 def json_records(path: Path) -> list[Any]:
@@ -160,78 +191,33 @@ def objects(path: Path, holds: str) -> list[dict[str, Any]]:
     """The objects of a json, jsonl or parquet file; `holds`: what each of them has, for the error."""
     if not path.is_file():
         raise DataError(f"dataset.path={path}: no such file; .jsonl, .json and .parquet are read")
-    try:
-        if path.suffix == ".parquet":
-            import pyarrow.parquet
-
-            rows = pyarrow.parquet.read_table(path).to_pylist()
-        else:
-            rows = json_records(path)
-    except (OSError, ValueError, RecursionError) as error:
-        raise DataError(f"dataset.path={path}: cannot be read: {one_line(error)}") from error
+    read = _records(path)
+    rows: list[Any] = read if isinstance(read, list) else read.to_pylist()
     if not rows or not all(isinstance(row, dict) for row in rows):
         raise DataError(f"dataset.path={path}: one or more objects with {holds}")
     return rows
 
 
-def _parquet(path: Path, field: str) -> tuple[str, ...]:
-    import pyarrow.parquet
-
-    _check_field(pyarrow.parquet.read_schema(path).names, field, str(path))
-    return _column(pyarrow.parquet.read_table(path, columns=[field]), field, str(path))
-
-
-def _arrow(path: Path, field: str) -> tuple[str, ...]:
-    import pyarrow
-
-    with pyarrow.memory_map(str(path)) as source, pyarrow.ipc.open_stream(source) as stream:
-        return _column(stream.read_all(), field, str(path))
-
-
-_READERS: dict[str, Callable[[Path, str], tuple[str, ...]]] = {
-    ".jsonl": _json,
-    ".json": _json,
-    ".parquet": _parquet,
-    ".arrow": _arrow,
-    ".txt": lambda path, _: (read_text(path),),
-    ".md": lambda path, _: (read_text(path),),
-}
+def _column(rows: Any, field: str, where: str) -> tuple[str, ...]:
+    """The texts of a list of JSON values, or of a field of a `datasets.Dataset` or a `pyarrow.Table`."""
+    if not isinstance(rows, list):
+        _check_field(rows.column_names, field, where)
+        rows = rows[field].to_pylist() if hasattr(rows[field], "to_pylist") else list(rows[field])
+    texts = []
+    for number, row in enumerate(rows, 1):
+        if isinstance(row, dict):
+            _check_field(list(row), field, f"row {number} of {where}")
+            row = row[field]
+        if not isinstance(row, str):
+            raise DataError(f"dataset.text_field={field}: row {number} of {where} is {type(row).__name__}, not text")
+        texts.append(row)
+    return tuple(texts)
 
 
-def _kind(path: Path) -> str:
-    """The suffix that chooses the reader; only json is read compressed."""
-    inner = Path(path.stem).suffix
-    return inner if path.suffix == ".gz" and inner in (".json", ".jsonl") else path.suffix
-
-
-def _kinds() -> str:
-    return ", ".join(_READERS)
-
-
-def _column(table: Any, field: str, where: str) -> tuple[str, ...]:
-    """The values of a field of a `datasets.Dataset` or a `pyarrow.Table`."""
-    _check_field(table.column_names, field, where)
-    values = table[field]
-    texts = values.to_pylist() if hasattr(values, "to_pylist") else list(values)
-    return tuple(_checked(text, field, f"row {row} of {where}") for row, text in enumerate(texts, 1))
-
-
-def _check_field(names: Iterable[str], field: str, where: str) -> None:
-    names = list(names)
+def _check_field(names: list[str], field: str, where: str) -> None:
     if field not in names:
         hint = did_you_mean(field, names)
         raise DataError(f"dataset.text_field={field} is not in {where}; its fields are: {', '.join(names)}.{hint}")
-
-
-def _checked(text: Any, field: str, where: str) -> str:
-    if not isinstance(text, str):
-        raise DataError(f"dataset.text_field={field}: {where} holds {type(text).__name__}, not text")
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError as error:  # half of a surrogate pair
-        odd = f"\\u{ord(text[error.start]):04x}"
-        raise DataError(f"dataset.text_field={field}: {where} holds {odd}, which no text is encoded with") from error
-    return text
 
 
 def joined_text(config: DatasetConfig) -> str:

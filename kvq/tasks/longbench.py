@@ -18,8 +18,7 @@ import numpy as np
 
 from kvq.config import DatasetConfig, Loader
 from kvq.config.tasks import LongbenchConfig
-from kvq.data import hub
-from kvq.data.rows import objects
+from kvq.data.rows import load_rows, objects
 from kvq.data.text import begun, conversation, encode
 from kvq.errors import ConfigError, DataError
 from kvq.methods.method import Method
@@ -76,7 +75,7 @@ def read_documents(config: DatasetConfig, task: LongbenchConfig) -> list[Documen
         subset = load_subset(name)
         if config.path is None:
             local, split = "a folder of <subset>.jsonl files", "test"
-            rows = list(hub.load_rows(f"task.subsets={name}", local, subset.hub_id, subset.hub_config, split=split))
+            rows = list(load_rows(f"task.subsets={name}", local, subset.hub_id, subset.hub_config, split=split))
         else:
             rows = _local_rows(Path(config.path), subset, task)
         for index, row in enumerate(rows[: task.limit]):

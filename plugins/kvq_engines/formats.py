@@ -14,12 +14,12 @@ from typing import Any
 import torch
 
 from kvq.codecs import Codec
-from kvq.config.carried import carried_gguf
 from kvq.config.limits import DISTRIBUTION, file_hash
 from kvq.config.residual import Policy
 from kvq.errors import ConfigError, DataError, Unsupported, not_empty
 from kvq.methods.build import build_method
 from kvq.methods.method import Method
+from kvq.models.folder import carried_gguf
 from kvq.models.inputs import Inputs
 from kvq_engines.llamacpp import LlamaCpp, write_gguf
 from kvq_engines.mlx import Mlx

@@ -60,11 +60,6 @@ def bytes_of(stream: torch.Tensor) -> str:
     return byte_tokenizer().decode(stream.tolist())
 
 
-def test_arrow_file_of_a_saved_dataset(tmp_path):
-    (file,) = write(tmp_path / "saved", ROWS).glob("*.arrow")
-    assert bytes_of(load_tokens(config(file), byte_tokenizer(), 10).streams[0]) == "\n\n".join(ROWS)
-
-
 def test_folder_of_text_is_read_in_the_order_of_names(tmp_path):
     for name, text in [("b.txt", "second"), ("a.txt", "first"), ("c.bin", "not text"), ("sub/d.txt", "third")]:
         (tmp_path / name).parent.mkdir(exist_ok=True)
@@ -174,7 +169,7 @@ def test_unusable_text_is_one_line(tmp_path, rows, settings, message):
         ("gone.jsonl", None, "gone.jsonl: no such file or folder"),
         ("a.csv", "text\n1\n", r"cannot read \.csv; it reads \.jsonl"),
         ("a.jsonl", '{"text": "whole"}\n\n{"text": "to', "cannot be read: line 3, column 10: Unterminated string"),
-        ("a.jsonl", '{"text": "a"}\n{"text": 3}\n', "row 2 of .* holds int, not text"),
+        ("a.jsonl", '{"text": "a"}\n{"text": 3}\n', "row 2 of .* is int, not text"),
         ("a.jsonl", '{"text": "a"}\n{"txt": "b"}\n', "text_field=text is not in row 2 of .*a.jsonl"),
         ("a.json", "[[1]]", "row 1 of .* is list"),
         ("a.json", '["a",\n"b"\n"c"]', "line 3 column 1"),

@@ -125,28 +125,6 @@ def test_an_adapter_is_refused(model: ModelConfig) -> None:
         model_fingerprint(model)
 
 
-ODD = [torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64, torch.bool, torch.complex64, torch.float8_e4m3fn]
-
-
-@pytest.mark.parametrize("dtype", ODD, ids=str)
-@pytest.mark.parametrize("kind", ["safetensors", "bin"])
-@pytest.mark.parametrize("which", ["k_proj", "norm", "embed", ""])
-def test_weights_that_are_no_floating_point_numbers_are_refused(
-    model: ModelConfig, dtype: torch.dtype, kind: str, which: str
-) -> None:
-    file = Path(model.path, "model.safetensors")
-    weights = {name: one.to(dtype) if which in name else one for name, one in load_file(file).items()}
-    if kind == "bin":
-        file.unlink()
-        torch.save(weights, file.with_name("pytorch_model.bin"))
-    else:
-        save_file(weights, file, metadata={"format": "pt"})
-    wanted = r"weights that are not float64, .*\(\w+\)|cannot be loaded: .*(unknown dtype C64|Casting complex)"
-    with pytest.raises(DataError, match=wanted) as caught:
-        load_model(model, "cpu")
-    assert "\n" not in str(caught.value)
-
-
 @pytest.mark.parametrize(
     "given", [{"quant_method": "foo"}, {"bits": 4}, {"quant_method": None}, {}, {"quant_method": 4}], ids=str
 )

@@ -5,10 +5,14 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pandas as pd
 import pytest
 
 import kvq.tasks.multimodal
 from kvq.cli import main
+from kvq.config import DatasetConfig, Loader
+from kvq.errors import DataError
+from kvq.tasks.multimodal import ocrbench_score, read_items
 from tests.media_models import picture, save_llava
 from tests.sweeps import records, samples
 
@@ -115,3 +119,89 @@ def test_what_cannot_be_is_one_line(
     assert says in err
     assert err.startswith("error: ")
     assert err.count("\n") == 1
+
+
+@pytest.fixture
+def images(tmp_path: Path) -> Path:
+    picture(0).save(tmp_path / "a.png")
+    return tmp_path
+
+
+def dataset(path: Path) -> DatasetConfig:
+    return DatasetConfig(name="made", loader=Loader.items, path=str(path))
+
+
+def write(path: Path, rows: list[dict[str, object]]) -> DatasetConfig:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return dataset(path)
+
+
+OCR: dict[str, object] = {
+    "dataset": "IIIT5K",
+    "question_type": "Regular Text Recognition",
+    "question": "what is written?",
+}
+
+
+@pytest.mark.parametrize(
+    ("source", "answers", "text", "score"),
+    [
+        ("IIIT5K", ["CENTRE"], "The word is Centre.", 1),
+        ("IIIT5K", ["center", "centre"], "CENTRE", 1),
+        ("IIIT5K", ["centre"], "cent re", 0),
+        ("FUNSD", ["10 May\n1995 "], "it says 10 may 1995", 1),
+        ("HME100k", ["x ^ 2 + 1"], "x^2+1=0", 1),
+        ("HME100k", ["X"], "x", 0),
+        ("HME100k", ["a\nb"], "ab", 1),
+        ("IIIT5K", ["no"], "nothing", 1),  # containment, as released
+    ],
+)
+def test_ocrbench_asks_whether_an_answer_is_contained(source: str, answers: list[str], text: str, score: int) -> None:
+    assert ocrbench_score(source, answers, text) == score
+
+
+def test_ocrbench_items_and_what_cannot_be_asked(images: Path) -> None:
+    rows = [
+        {**OCR, "id": 7, "answer": ["centre", ""], "image": "a.png"},
+        {**OCR, "answer": "centre", "image": "lost.png"},
+        {**OCR, "answer": [], "image": "a.png"},
+        {**OCR, "answer": [" "], "image": "a.png"},
+        {**OCR, "question": " ", "answer": ["a"], "image": "a.png"},
+        {**OCR, "answer": ["a"]},
+    ]
+    items, skipped = read_items(write(images / "ocr.jsonl", rows))
+    (item,) = items
+    assert (item.name, item.kind, item.source) == ("0/7", "Regular Text Recognition", "IIIT5K")
+    assert item.answers == ("centre",)
+    assert item.media == (images / "a.png").read_bytes()
+    assert skipped == {
+        "1": "lost.png: no such file",
+        "2": "no answer",
+        "3": "no answer",
+        "4": "empty question",
+        "5": "no image",
+    }
+
+
+def test_a_parquet_file_carries_its_images(images: Path) -> None:
+    image = {"bytes": (images / "a.png").read_bytes(), "path": None}
+    pd.DataFrame([{**OCR, "answer": ["centre"], "image": image}]).to_parquet(images / "ocr.parquet")
+    (item,), skipped = read_items(dataset(images / "ocr.parquet"))
+    assert (item.media, item.answers, skipped) == (image["bytes"], ("centre",), {})
+
+
+def test_files_that_cannot_be_read_are_named(images: Path) -> None:
+    for name, text, says in (
+        ("none.jsonl", None, "no such file; .jsonl, .json and .parquet"),
+        ("text.txt", "a", "one or more objects"),
+        ("torn.jsonl", '{"a": ', "cannot be read"),
+        ("empty.jsonl", "\n", "one or more objects"),
+        ("list.jsonl", "[1]\n", "one or more objects"),
+    ):
+        if text is not None:
+            (images / name).write_text(text, encoding="utf-8")
+        with pytest.raises(DataError, match=says) as caught:
+            read_items(dataset(images / name))
+        assert "\n" not in str(caught.value)
+    with pytest.raises(DataError, match=r"set dataset.path="):
+        read_items(DatasetConfig(name="made", loader=Loader.items))

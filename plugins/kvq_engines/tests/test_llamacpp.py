@@ -10,9 +10,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from kvq.cache import KVCache
 from kvq.config import compose, resolve
-from kvq.config.carried import carried_gguf
 from kvq.errors import ConfigError, DataError, Unsupported
 from kvq.methods.build import build_method, method_of
+from kvq.models.folder import carried_gguf
 from kvq.models.shapes import cache_shape
 from kvq.tasks.memory import rows_of
 from kvq.tasks.scoring import parallel_method
