@@ -22,7 +22,6 @@ COMMANDS = {
     "papers": "kvq.papers.__main__",
     "figures": "kvq.papers.figures",
     "html": "kvq.report.html",
-    "lm_eval": "kvq.tasks.lm_eval_model",
     "pack": "kvq.results.pack",
     "wandb": "kvq.report.wandb",
 }

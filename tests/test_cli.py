@@ -64,12 +64,8 @@ def runner(monkeypatch, tmp_path):
 
 REFUSED = [  # tests/test_bad_input.py has many more
     (["method=nns"], 2, "method=nns: unknown method; .*Did you mean 'nsn'"),
-    (["--multrun", "bits=2"], 2, "unrecognized arguments: --multrun; see --help"),
-    (["-m", "method=nsn,nns", "bits=2,3"], 2, "method=nns: unknown method.*Did you mean 'nsn'"),
-    (["bits=banana"], 1, "bits=banana: whole numbers 1-16"),
     (["model=hf"], 1, "model.path has no value"),
     (["bits=7"], 1, "bits=7: not today"),
-    (["bits=11"], 1, "bits=11: nsn does 2 to 8 bits"),
     (["seed=7"], 1, "dataset.path=none: not found"),
 ]
 

@@ -20,7 +20,7 @@ from tests.results import made
 
 ROOT = Path(__file__).resolve().parents[1]
 STARTS = [["run.py"], *(["-m", module.removesuffix(".__main__")] for module in COMMANDS.values())]
-STARTS += [["-m", "kvq"], ["-m", "kvq.tasks.lm_eval"]]
+STARTS += [["-m", "kvq"]]
 """Ways to start a command of kvq that has something to do; `kvq.config.explain` is one only by its name."""
 STARTS = [words for words in STARTS if words[-1] not in ("kvq.config.explain", "kvq.results.pack")]
 MOST_SECONDS = 60.0
@@ -64,9 +64,7 @@ def options(words: Sequence[str], results: Path, out: Path) -> list[str]:
         return [*words, "model=tiny", "method=kivi", "bits=2"]
     if name == "report.wandb":
         return [*words, "--results", str(results), "--offline"]
-    return (
-        [*words, "tasks"] if name == "tasks.lm_eval" else [*words, "--results", str(results), "--out", str(out / "x")]
-    )
+    return [*words, "--results", str(results), "--out", str(out / "x")]
 
 
 @pytest.mark.thin(6)

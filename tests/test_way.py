@@ -14,7 +14,7 @@ from hydra._internal.config_loader_impl import ConfigLoaderImpl
 
 from kvq import runs
 from kvq.cli import main
-from kvq.config import composing, resolving
+from kvq.config import composing
 from kvq.results import store
 from tests.sweeps import small_run
 
@@ -54,7 +54,7 @@ def test_a_sweep_composes_names_and_reads_each_run_once(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     # The presets of two methods, by which new records are labelled, are composed too, once in a process.
     for measured, labels, choices in ((JOBS + FULL_PRECISION, 2, 5), (0, 0, 0)):
-        resolving._full_precision.cache_clear()
+        composing._full_precision.cache_clear()
         composing._compose_choices.cache_clear()
         counts.clear()
         assert main([*given, *SWEEP]) == 0
@@ -70,7 +70,7 @@ def test_a_sweep_composes_names_and_reads_each_run_once(
 WAY = [
     ("kvq.cli", "main"),
     ("kvq.cli", "_job"),
-    ("kvq.config.resolving", "resolve"),
+    ("kvq.config.composing", "resolve"),
     ("kvq.runs", "run"),
     ("kvq.config.identity", "canonical"),
     ("kvq.results.store", "get"),

@@ -28,8 +28,7 @@ from transformers import DynamicCache
 
 from kvq.config import compose, resolve
 from kvq.models.inputs import Inputs
-from kvq.tasks.scoring import log_probabilities
-from kvq.tasks.windows import divergence
+from kvq.tasks.scoring import divergence, log_probabilities
 
 MODEL, CONTEXT, DECODED = "smollm2_135m", 8192, 8
 PACKED = (("q8_0", 8), ("q4_0", 4), ("kivi", 4), ("kivi", 2), ("oscar", 2), ("nsn", 2), ("turboquant", 2))

@@ -1,9 +1,8 @@
 """Every setting of a run: its schema and ranges, how it is composed and resolved, and what of it names the run."""
 
 from kvq.config.choices import CONFIG_NAME, conf_dir
-from kvq.config.composing import VERSION_BASE, compose
+from kvq.config.composing import VERSION_BASE, compose, full_precision, resolve, resolve_part
 from kvq.config.method import MethodConfig
-from kvq.config.resolving import full_precision, resolve, resolve_part
 from kvq.config.run import DEVICE_MAPS, Attention, Config, DatasetConfig, Dtype, Loader, ModelConfig, OutliersConfig
 from kvq.config.task import TaskConfig
 from kvq.config.tasks import BootstrapConfig, PplConfig, Scoring, Windows

@@ -134,31 +134,24 @@ def parse_bits(given: Any, real: bool = False) -> Bits:
     Args:
         real: fractions too, from 0.5 on: `2.25`, `"k2.5v1.75"`.
     """
+    sides: tuple[Any, ...] = (given, given)
     if isinstance(given, Bits):
-        return _checked(given.key, given.value, given, real)
-    if isinstance(given, str):
-        if match := re.fullmatch(rf"k({_NUMBER})v({_NUMBER})", given.strip()):
-            return _checked(match[1], match[2], given, real)
-        return _checked(given.strip(), given.strip(), given, real)
-    if isinstance(given, Mapping):
-        known = set(given) == {"key", "value"}
-        return _checked(given["key"] if known else None, given["value"] if known else None, dict(given), real)
-    if isinstance(given, Sequence) and len(given) == 2:
-        return _checked(given[0], given[1], tuple(given), real)
-    return _checked(given, given, given, real)
+        sides = given.key, given.value
+    elif isinstance(given, Mapping):
+        sides = (given["key"], given["value"]) if set(given) == {"key", "value"} else (None,)
+    elif isinstance(given, str):
+        match = re.fullmatch(rf"k({_NUMBER})v({_NUMBER})", given.strip())
+        sides = match.groups() if match else (given.strip(),) * 2
+    elif isinstance(given, Sequence) and len(given) == 2:
+        sides = tuple(given)
+    numbers = [number for side in sides if (number := _number(side, real)) is not None]
+    if len(numbers) < 2 or not all((MIN_REAL if real else MIN_BITS) <= number <= MAX_BITS for number in numbers):
+        allowed = f"whole numbers {_FORMS}; fractions from {MIN_REAL} where a method takes them"
+        raise ConfigError(f"bits={'null' if given is None else given}: {allowed}")
+    return Bits(*numbers)
 
 
 _NUMBER = r"\d{1,3}(?:\.\d{1,6})?"
-
-
-def _checked(key: Any, value: Any, given: Any, real: bool) -> Bits:
-    """`Bits` of a key and a value width in range; `given` is what the error shows."""
-    numbers = [_number(side, real) for side in (key, value)]
-    lowest = MIN_REAL if real else MIN_BITS
-    if any(number is None or not lowest <= number <= MAX_BITS for number in numbers):
-        allowed = f"whole numbers {_FORMS}; fractions from {MIN_REAL} where a method takes them"
-        raise ConfigError(f"bits={'null' if given is None else given}: {allowed}")
-    return Bits(*(number for number in numbers if number is not None))
 
 
 def _number(side: Any, real: bool) -> float | int | None:

@@ -1,4 +1,4 @@
-"""Composing a run's configuration from `conf/` and the command line.
+"""Composing a run's configuration from `conf/` and the command line, and checking it: the typed `Config` of a run.
 
 Hydra takes 0.1 s to compose. It composes each set of choices of groups once; the result is kept in the process and in
 kvq's cache folder, and values are merged into a copy. Everything else (added and deleted keys, packages, Hydra's own
@@ -16,9 +16,9 @@ import pickle
 import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass, replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple, get_args, get_origin, get_type_hints
 
 import hydra
 import omegaconf
@@ -27,15 +27,17 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from omegaconf import DictConfig, ListConfig, OmegaConf, StringNode, open_dict
+from omegaconf.errors import OmegaConfBaseException
 
 from kvq.config import plugins
-from kvq.config.bits import Bits, first_width, parse_bits
+from kvq.config.bits import Bits, BitsByLayerConfig, first_width, parse_bits
 from kvq.config.choices import CONFIG_NAME, register_rows
 from kvq.config.limits import cache_folder
-from kvq.config.method import with_current_names
+from kvq.config.method import MethodConfig, with_current_names
 from kvq.config.run import LOGGERS, Config
+from kvq.config.task import TaskConfig
 from kvq.config.tasks import SCHEMAS
-from kvq.errors import ConfigError
+from kvq.errors import ConfigError, did_you_mean
 
 VERSION_BASE = "1.3"
 _EXPERIMENT = "experiment"  # a group without a default choice
@@ -266,6 +268,109 @@ def _restore_texts(config: DictConfig, overrides: Iterable[Override]) -> None:
             changed = [one for one in value if isinstance(one, bool | int | float) and str(one) not in words]
             if changed:
                 raise ConfigError(f"{typed}: {name} holds texts; quote what looks like a number ('\"1.10\"')")
+
+
+def resolve_part(cfg: DictConfig, part: str) -> Any:
+    """Check one part's values and return it typed, as `resolve` has it."""
+    if not OmegaConf.is_config(cfg[part]):
+        return cfg[part]
+    _check_keys(cfg[part], f"{part}.")
+    bits_of(cfg)
+    try:
+        return _of_a_task(OmegaConf.to_object(cfg[part])) if part == "task" else OmegaConf.to_object(cfg[part])
+    except OmegaConfBaseException as error:
+        raise _one_line(error) from error
+
+
+def resolve(cfg: DictConfig) -> Config:
+    """Check every value and return the typed configuration; codecs are plain dicts, without interpolations."""
+    try:
+        _check_keys(cfg)
+        bits_of(cfg)
+        config = OmegaConf.to_object(cfg)  # interpolations are resolved on the way
+    except OmegaConfBaseException as error:
+        raise _one_line(error) from error
+    if not isinstance(config, Config):
+        raise ConfigError(f"configuration of type {type(config).__name__}: its defaults must begin with config_schema")
+    _of_a_task(config.task)
+    by_layer = config.method.bits_by_layer
+    if by_layer.at is not None:
+        raise ConfigError("method.bits_by_layer.at: follows from key and value; set those")
+    if by_layer:  # the method is composed at the bits of each layer
+        distinct = by_layer.distinct_bits(parse_bits(config.bits, config.method.real_bits))
+        by_layer.at = {bits.label: _method_at(cfg, bits) for bits in distinct}
+    return config
+
+
+def _method_at(cfg: DictConfig, bits: Bits) -> MethodConfig:
+    """The method composed at `bits`, the same in all layers."""
+    whole = copy.deepcopy(cfg)
+    whole.bits = bits.label
+    whole.method.bits_by_layer = BitsByLayerConfig()
+    method = OmegaConf.to_object(whole.method)
+    assert isinstance(method, MethodConfig)
+    return method
+
+
+@functools.cache
+def _groups_of(kind: type) -> dict[str, tuple[type, ...]]:
+    """Fields of a schema that hold another: the classes that each may have."""
+    hints = get_type_hints(kind) if is_dataclass(kind) else {}
+    found = {name: get_args(hint) or (hint,) for name, hint in hints.items() if get_origin(hint) not in (list, dict)}
+    return {name: kinds for name, kinds in found.items() if any(map(is_dataclass, kinds))}
+
+
+def _of_a_task(task: Any) -> Any:
+    """The settings of a task; `ConfigError` where no schema has checked them."""
+    if isinstance(task, TaskConfig):
+        return task
+    if not (name := task.get("name") if isinstance(task, dict) else None):
+        raise ConfigError(f"task={task}: a choice of the group task; `python run.py ls task` lists all")
+    raise ConfigError(
+        f"task.name={name}: nothing checks its settings; its YAML must begin with defaults: [{name}_schema, _self_], "
+        f"of the class that {name}.py beside it gives to TASK"
+    )
+
+
+def _check_keys(cfg: DictConfig, prefix: str = "") -> None:
+    """Refuse mandatory keys without a value, keys added with `+` that the schema lacks, and values for groups.
+
+    Hydra lets the second pass, and they would be silently ignored; OmegaConf lets interpolations of any kind pass.
+    """
+    kind: Any = OmegaConf.get_type(cfg)
+    groups = _groups_of(kind)
+    known = [entry.name for entry in fields(kind)] if is_dataclass(kind) else None
+    key: Any
+    for key, node in cfg.__dict__["_content"].items():
+        name = str(key)  # a number where it names a device
+        setting = f"{prefix}{name}"
+        if known is not None and name not in known:
+            raise ConfigError(f"{setting}: unknown setting.{did_you_mean(name, known)}")
+        interpolated = node._is_interpolation()
+        if OmegaConf.is_missing(cfg, key) if interpolated else node._is_missing():
+            raise ConfigError(f"{setting} has no value: give {setting}=...")
+        if interpolated:
+            if (kinds := groups.get(name)) and OmegaConf.get_type(cfg[key]) not in kinds:
+                raise ConfigError(f"{setting}={cfg[key]}: a group of settings, not a value")
+        elif isinstance(node, DictConfig) and not node._is_none():
+            _check_keys(node, f"{setting}.")
+
+
+def _one_line(error: OmegaConfBaseException) -> ConfigError:
+    """OmegaConf's error as a `ConfigError` with the setting and the first line of the message."""
+    setting = f"{error.full_key}: " if error.full_key else ""
+    return ConfigError(f"{setting}{str(error.msg or error).splitlines()[0]}")
+
+
+@functools.cache
+def _full_precision() -> Config:
+    return resolve(compose(["method=fp16"]))
+
+
+def full_precision(config: Config) -> Config:
+    """The same run without quantization: its baseline."""
+    found = _full_precision()
+    return replace(config, method=found.method, bits=found.bits, residual=found.residual)
 
 
 OmegaConf.register_new_resolver("kvbits", _kvbits, replace=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import re
 import sys
 import textwrap
@@ -11,27 +12,23 @@ from pathlib import Path
 
 import yaml
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from kvq.config import plugins
-from kvq.config.composing import compose
+from kvq.config.composing import compose, resolve
 from kvq.config.method import RENAMED
-from kvq.config.resolving import resolve
 from kvq.config.run import Config
 from kvq.errors import ConfigError, KvqError, did_you_mean
 
 # OmegaConf asserts that a setting below null has something to be set in.
 COMPOSE_ERRORS = (KvqError, HydraException, OmegaConfBaseException, ValueError, AssertionError, yaml.YAMLError)
 _FEW = 10
-# Launcher -> the extra that installs it.
-LAUNCHERS = {"joblib": "launchers", "submitit_local": "launchers", "submitit_slurm": "launchers", "ray": "ray"}
-
-# Methods of other packages that kvq cannot run, and why.
 CANNOT_RUN = {
     "kvpress": "its release 0.5.5 requires transformers<5.3, and its presses read cache_position, which attentions "
     "are no longer given; kvq's own are snapkv, h2o and streamingllm"
 }
+"""Methods of other packages that kvq cannot run, and why."""
 
 
 def choices(config_dir: str | Path | None = None) -> dict[str, dict[str, str]]:
@@ -60,7 +57,9 @@ def explain(error: Exception, overrides: Sequence[str], config_dir: str | Path |
     if isinstance(error, MissingConfigException) and error.missing_cfg_file:
         missing = str(error.missing_cfg_file)
         if missing.startswith("hydra/launcher/"):
-            return _unknown_launcher(missing.rpartition("/")[2], error.options or [])
+            name, known = missing.rpartition("/")[2], error.options or []
+            more = "pip install -e '.[launchers]' brings joblib and submitit, '.[ray]' ray"
+            return f"hydra/launcher={name}: one of {', '.join(known)}; {more}.{did_you_mean(name, known)}"
         if missing.startswith("task/") and missing.endswith("_schema"):
             name = missing.removeprefix("task/").removesuffix("_schema")
             return plugins.unknown_task(name, plugins.folder_in_use(config_dir))
@@ -69,7 +68,8 @@ def explain(error: Exception, overrides: Sequence[str], config_dir: str | Path |
     if isinstance(error, OverrideParseException):
         return f"{error.override}: cannot be read as setting=value"
     if isinstance(error, AssertionError):
-        return _child_of_null(overrides, config_dir) or _one_line(error)
+        below = " ".join(word for word in overrides if "." in setting_of(word))
+        return f"{below}: one of these is a setting of a group that is null here or has a value of its own"
     text = str(error)
     if match := re.match(r"Could not override '([^']+)'", text):
         return _unknown_key(match[1], overrides, config_dir)
@@ -110,14 +110,6 @@ def unknown_choice(group: str, name: str, config_dir: str | Path | None = None) 
     return f"{group}={name}: unknown {group}; {allowed}.{did_you_mean(name, options)}{plugins.failures()}"
 
 
-def _unknown_launcher(name: str, installed: Sequence[str]) -> str:
-    """The error line for a `hydra/launcher` that is not installed or unknown."""
-    if name in LAUNCHERS:
-        return f"hydra/launcher={name}: not installed; pip install -e '.[{LAUNCHERS[name]}]'"
-    known = sorted({*installed, *LAUNCHERS})
-    return f"hydra/launcher={name}: unknown launcher; one of {', '.join(known)}.{did_you_mean(name, known)}"
-
-
 def value_for_choice(overrides: Sequence[str], config_dir: str | Path | None = None) -> str | None:
     """One line for a group that is given a number, a list or a mapping instead of a choice; None where none is."""
     groups = choices(config_dir)
@@ -128,66 +120,23 @@ def value_for_choice(overrides: Sequence[str], config_dir: str | Path | None = N
     return None
 
 
-def _child_of_null(overrides: Sequence[str], config_dir: str | Path | None) -> str | None:
-    """The error line for `a.b=...` where `a` is null, or is itself given a plain value; None where neither is so."""
-    given = {setting_of(override): override for override in overrides}
-    parents = {key: parent for key in given if (parent := key.rpartition(".")[0])}
-    for key, parent in parents.items():
-        rest = [override for name, override in given.items() if not name.startswith(f"{parent}.")]
-        try:
-            known = OmegaConf.select(compose(rest, config_dir), parent) is not None
-        except COMPOSE_ERRORS:  # of another override
-            continue
-        if not known:
-            return f"{key}: {parent} is null here and has no settings; choose a configuration that has them"
-    groups = choices(config_dir)
-    for key, parent in parents.items():
-        if parent in given and parent not in groups:
-            return f"{key}: {given[parent].lstrip('+~')} has no settings"
-    return None
-
-
 def _unknown_key(key: str, overrides: Sequence[str], config_dir: str | Path | None) -> str:
-    """The error line for a setting that no schema has, with the settings beside it or the most similar name."""
+    """The error line for a setting that no schema has, with the settings beside it and the most similar name."""
     groups = choices(config_dir)
     if key in groups:
         given = next((o.partition("=")[2] for o in overrides if o.partition("=")[0] == key), "...")
         if given not in groups[key] and given != "...":
             return unknown_choice(key, given, config_dir)
         return f"{key}={given}: not among the defaults; add it with +{key}={given}"
-    names = _known_keys(key, overrides, config_dir)
     parent, _, last = key.rpartition(".")
-    siblings = [name for name in names if name.rpartition(".")[0] == parent]
-    hint = did_you_mean(last, [name.rpartition(".")[2] for name in siblings])
-    if not siblings or (not hint and not parent):
-        hint = did_you_mean(key, [*names, *groups])
-    allowed = ", ".join(name.rpartition(".")[2] for name in siblings)
-    place = parent or "the top level"
-    return f"{key}: unknown setting" + (f"; {place} has {allowed}." if siblings else ".") + hint
-
-
-def _known_keys(key: str, overrides: Sequence[str], config_dir: str | Path | None) -> list[str]:
-    """Dotted names of all settings under the choices that were made, as far as they compose without the unknown key."""
-    rest = [override for override in overrides if not override.lstrip("+~").startswith(key) and "," not in override]
-    for given in (rest, []):
-        try:
-            return _dotted(compose(given, config_dir))
-        except COMPOSE_ERRORS:
-            continue
-    return []
-
-
-def _dotted(cfg: DictConfig, prefix: str = "") -> list[str]:
-    """Dotted names of all settings in a configuration, groups of settings included."""
-    names = []
-    for name in map(str, cfg):
-        full = f"{prefix}{name}"
-        names.append(full)
-        if not OmegaConf.is_missing(cfg, name) and not OmegaConf.is_interpolation(cfg, name):
-            item = cfg[name]
-            if isinstance(item, DictConfig):
-                names += _dotted(item, f"{full}.")
-    return names
+    beside: list[str] = []
+    rest = [override for override in overrides if setting_of(override) != key and "," not in override]
+    with contextlib.suppress(*COMPOSE_ERRORS):  # of another override
+        config = compose(rest, config_dir)
+        beside = list(map(str, OmegaConf.select(config, parent) or {} if parent else config))
+    hint = did_you_mean(last, [*beside, *([] if parent else groups)])
+    allowed = f"; {parent or 'the top level'} has {', '.join(beside)}." if beside else "."
+    return f"{key}: unknown setting{allowed}{hint}"
 
 
 _WIDTH = 110

@@ -8,9 +8,9 @@ from dataclasses import fields, is_dataclass
 from typing import Any
 
 from kvq.config.choices import SIDES
+from kvq.config.composing import full_precision
 from kvq.config.method import MODE, MethodConfig, earlier_names, with_names
 from kvq.config.residual import Policy, PrefillBlock, ResidualSide
-from kvq.config.resolving import full_precision
 from kvq.config.run import Attention, Config, Mla, OutliersConfig, WindowLayers, trained_with_bos
 from kvq.config.tasks import Windows, is_timed
 from kvq.errors import ConfigError

@@ -9,7 +9,7 @@ import string
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvq.errors import ConfigError, check_choice, did_you_mean
+from kvq.errors import ConfigError, check_choice
 
 AXES = ("model", "method", "setting", "dataset", "metric")
 """Columns of the published figures that tell them apart."""
@@ -60,34 +60,21 @@ class LayoutConfig:
     def __post_init__(self) -> None:
         if self.paper is None:
             return
-        for setting, given in (("axes", self.axes), ("metrics", self.metrics)):
-            for axis in given:
-                check_choice(f"layout.{setting}", axis, AXES)
+        pieces = [piece for _, piece, _, _ in string.Formatter().parse(self.metric) if piece is not None]
+        without_runs = [label for label, run in self.names.items() if run is None]
+        for setting, given, known in (
+            *((f"layout.{name}", getattr(self, name), AXES) for name in ("axes", "metrics")),
+            *((f"layout.{name}", getattr(self, name), self.labels) for name in ("rows", "sections")),
+            ("layout.own", self.own, [label for labels in self.labels.values() for label in labels]),
+            ("layout.pool", [self.pool], ("mean", "sum")),
+            ("layout.axes", [label for labels in self.axes.values() for label in labels], self.names),
+            ("layout.names with a reason for null", without_runs, self.reasons),
+            ("layout.metric", pieces, self.metrics),
+        ):
+            for name in given:
+                check_choice(setting, name, known)
         if not self.title or not self.labels:
             raise ConfigError(f"layout.{'axes' if self.title else 'title'}: an experiment's table needs it")
-        for setting in ("rows", "sections"):
-            for axis in getattr(self, setting):
-                check_choice(f"layout.{setting}", axis, self.labels)
-        known = [label for labels in self.labels.values() for label in labels]
-        for label in self.own:
-            if label not in known:
-                raise ConfigError(f"layout.own: '{label}' is no label of the table.{did_you_mean(label, known)}")
-        check_choice("layout.pool", self.pool, ("mean", "sum"))
-        self._check_names()
-        for _, piece, _, _ in string.Formatter().parse(self.metric):
-            if piece is not None and piece not in self.metrics:
-                raise ConfigError(f"layout.metric={self.metric}: layout.metrics has no {piece}")
-
-    def _check_names(self) -> None:
-        """Refuse axis labels without overrides in `names`, or null ones without a reason."""
-        for axis, labels in self.axes.items():
-            for label in labels:
-                if label not in self.names:
-                    raise ConfigError(
-                        f"layout.axes.{axis}: layout.names lacks '{label}'.{did_you_mean(label, self.names)}"
-                    )
-                if self.names[label] is None and label not in self.reasons:
-                    raise ConfigError(f"layout.names: '{label}' is null; layout.reasons says why")
 
     @property
     def labels(self) -> dict[str, list[str]]:

@@ -14,7 +14,7 @@ from kvq.config import plugins
 from kvq.config.bits import BitsByLayerConfig
 from kvq.config.limits import Count, Natural, PathName, Seed, Several, Text, check_limits
 from kvq.config.residual import ResidualConfig
-from kvq.errors import ConfigError, at_least, check_choice, check_codec, did_you_mean
+from kvq.errors import ConfigError, at_least, check_choice, check_codec
 
 BITS = {"quanto": (2, 4), "hqq": (1, 2, 3, 4, 8)}
 """Widths that each backend packs."""
@@ -73,6 +73,7 @@ def with_current_names(overrides: Sequence[str]) -> list[str]:
 class BackendConfig:
     """A backend by name, its bits per code, and how many elements share a scale and a zero point."""
 
+    __pydantic_config__: ClassVar[Any] = {"extra": "forbid"}
     version: ClassVar[int] = 1
     name: str
     bits: int
@@ -87,18 +88,13 @@ def backend_of(given: Any) -> BackendConfig | None:
     """`method.backend` as a mapping, checked; None: the method has codecs."""
     if given is None or isinstance(given, BackendConfig):
         return given
-    if not isinstance(given, Mapping):
-        raise ConfigError(f"method.backend={given}: null, or a mapping of name, bits and group_size")
-    known = [entry.name for entry in fields(BackendConfig)]
-    for setting in given:
-        if setting not in known:
-            hint = did_you_mean(str(setting), known)
-            raise ConfigError(f"method.backend.{setting}: unknown setting; there are {', '.join(known)}.{hint}")
     try:
-        return TypeAdapter(BackendConfig).validate_python(dict(given))
+        return TypeAdapter(BackendConfig).validate_python(given)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
-        raise ConfigError(f"method.backend.{first['loc'][0]}={first['input']}: {first['msg']}") from error
+        raise ConfigError(
+            f"method.backend.{'.'.join(map(str, first['loc']))}={first['input']}: {first['msg']}"
+        ) from error
 
 
 TEST_TEXT = 0.05

@@ -12,7 +12,6 @@ import importlib
 import importlib.metadata
 import os
 import sys
-import sysconfig
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, is_dataclass
@@ -207,7 +206,7 @@ def register_tasks(folder: Path | None) -> None:
     make_importable(folder)
     for yaml in (folder / "task").glob("*.yaml"):
         if (file := folder / f"{yaml.stem}.py").is_file():
-            store_choice("task", f"{yaml.stem}_schema", partial(_settings_beside, yaml.stem, file))
+            store_choice("task", f"{yaml.stem}_schema", partial(_settings_of, yaml.stem, yaml.stem, file))
 
 
 def unknown_task(task: str, folder: Path | None) -> str:
@@ -221,12 +220,10 @@ def unknown_task(task: str, folder: Path | None) -> str:
 
 def where_searched(module: str) -> str:
     """What to add to an error about a module that is not found: where it was looked for, and what to do."""
-    skipped = {Path(path).resolve() for path in sysconfig.get_paths().values()}
-    folders = dict.fromkeys(Path(path or ".").resolve() for path in sys.path)
-    shown = [str(path) for path in folders if path.is_dir() and path not in skipped and path.name != "lib-dynload"]
+    folders = dict.fromkeys(str(Path(path or ".").resolve()) for path in sys.path)
     return (
-        f"; looked in {', '.join([*shown, 'installed packages'])}. Put {module}.py in the folder of --config-dir=..., "
-        "or set PYTHONPATH to its folder, or install its package"
+        f"; looked in {', '.join(folders)}. Put {module}.py in the folder of --config-dir=..., or set PYTHONPATH to "
+        "its folder, or install its package"
     )
 
 
@@ -252,7 +249,7 @@ def settings_of_task(task: str) -> type[TaskConfig]:
     if plugin.settings is not None:
         found: type[TaskConfig] = importlib.import_module(plugin.settings).SCHEMAS[task]
         return found
-    return _settings_of(task, _import_task(task, plugin.tasks[task], None))
+    return _settings_of(task, plugin.tasks[task])
 
 
 def module_of_task(settings: TaskConfig) -> str:
@@ -264,21 +261,15 @@ def module_of_task(settings: TaskConfig) -> str:
     return next((one.tasks[settings.name] for one in installed().values() if one.settings == home), home)
 
 
-def _settings_beside(task: str, file: Path) -> type[TaskConfig]:
-    """The dataclass of the settings of a task in a file of a folder, which is imported."""
-    return _settings_of(task, _import_task(task, task, file))
-
-
-def _settings_of(task: str, module: ModuleType) -> type[TaskConfig]:
-    """The dataclass of a task's settings, checked."""
-    where = f"task={task}: {module.__file__}"
-    defined = getattr(module, "TASKS", {}).get(task) or getattr(module, "TASK", None)
-    if defined is None:
-        raise ConfigError(f"{where} has no TASK (a kvq.tasks.measurement.Task)")
+def _settings_of(task: str, module: str, file: Path | None = None) -> type[TaskConfig]:
+    """The dataclass of a task's settings, checked; its module is imported (from `file`: of a folder)."""
+    found = _import_task(task, module, file)
+    where = f"task={task}: {found.__file__}"
+    defined = getattr(found, "TASKS", {}).get(task) or getattr(found, "TASK", None)
     settings: Any = getattr(defined, "settings", None)
     if not (isinstance(settings, type) and issubclass(settings, TaskConfig) and is_dataclass(settings)):
-        raise ConfigError(f"{where}: TASK has no settings=..., a dataclass that derives from kvq.config.TaskConfig")
-    if settings.__module__ != module.__name__:
+        raise ConfigError(f"{where}: no TASK with settings=..., a dataclass that derives from kvq.config.TaskConfig")
+    if settings.__module__ != found.__name__:
         raise ConfigError(f"{where}: {settings.__name__} is defined in {settings.__module__}; keep it next to TASK")
     if settings.name != task and settings.name not in {getattr(base, "name", None) for base in settings.__bases__}:
         raise ConfigError(f"{where}: {settings.__name__}.name is '{settings.name}'; expected '{task}'")

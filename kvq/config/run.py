@@ -33,14 +33,12 @@ from kvq.config.limits import (
 from kvq.config.method import MethodConfig
 from kvq.config.residual import Residual, ResidualConfig, effective_residual
 from kvq.config.tasks import TIMED, Scoring, is_timed
-from kvq.errors import MAX_THREADS, ConfigError, check_folder, check_path, check_seed, within
+from kvq.errors import MAX_THREADS, ConfigError, check_choice, check_folder, check_path, check_seed, within
 
 _MAX_NAME = 128
 
 WandbMode = enum.StrEnum("WandbMode", "online offline disabled")
 """`offline`: files under `results_dir/wandb`, which `wandb sync` sends later; `disabled`: nothing is sent."""
-
-_OLD_MODES = {"run": WandbMode.online, "shared": WandbMode.online, "dryrun": WandbMode.offline}
 
 
 @dataclass
@@ -79,7 +77,9 @@ class WandbLogger:
                     f"logger.{setting}={given[:_MAX_NAME]}: 1 to {_MAX_NAME} characters, none of / \\ # ? % :"
                 )
         if self.mode is None:
-            self.mode = _mode_of_environment()
+            named = os.environ.get("WANDB_MODE") or "online"
+            check_choice("WANDB_MODE", named, WandbMode)
+            self.mode = WandbMode(named)
 
 
 Logger = NoLogger | WandbLogger
@@ -89,15 +89,6 @@ LOGGERS: dict[str, type[Logger]] = {"none": NoLogger, "wandb": WandbLogger}
 def _check_name(given: str, name: str) -> None:
     if given != name:
         raise ConfigError(f"logger.name={given}: choose another logger by logger=..., not by its name")
-
-
-def _mode_of_environment() -> WandbMode:
-    """The mode of Weights & Biases that WANDB_MODE names, online by default; `ConfigError` for another."""
-    named = os.environ.get("WANDB_MODE", "").strip().lower() or "online"
-    try:
-        return _OLD_MODES.get(named) or WandbMode(named)
-    except ValueError:
-        raise ConfigError(f"WANDB_MODE={named}: one of {', '.join(WandbMode)}") from None
 
 
 Device = enum.StrEnum("Device", "auto cpu cuda")

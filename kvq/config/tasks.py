@@ -176,21 +176,14 @@ class NiahConfig(ItemsConfig):
 
 
 def _fields(setting: str, template: str | None) -> set[str]:
-    """Names of the fields in braces of a template: `key`, `value`.
-
-    Raises:
-        ConfigError: other fields, or fields with a format; the message names `task.<setting>`.
-    """
+    """Names of the fields in braces of a template; `ConfigError` for any but {key} and {value} without a format."""
     try:
-        parts = [part for part in string.Formatter().parse(template or "") if part[1] is not None]
+        parts = [part[1:] for part in string.Formatter().parse(template or "") if part[1] is not None]
     except ValueError as error:
         raise ConfigError(f"task.{setting}={template!r}: {error}") from error
-    found = {str(name) for _, name, _, _ in parts}
-    if any(form or conversion for _, _, form, conversion in parts):  # a width could fill the memory
-        raise ConfigError(f"task.{setting}={template!r}: {{key}} and {{value}} stand without a format")
-    if found - {"key", "value"}:
-        raise ConfigError(f"task.{setting}={template!r}: {{key}} and {{value}} are filled in, {sorted(found)} are not")
-    return found
+    if any(part not in (("key", "", None), ("value", "", None)) for part in parts):  # a width could fill the memory
+        raise ConfigError(f"task.{setting}={template!r}: {{key}} and {{value}} are filled in, without a format")
+    return {str(name) for name, _, _ in parts}
 
 
 @dataclass

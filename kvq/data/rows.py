@@ -90,10 +90,12 @@ def read_rows(config: DatasetConfig) -> tuple[str, ...]:
 
 def source_of(config: DatasetConfig) -> str | None:
     """Describe `dataset.path` for the record ("saved dataset", "12 .txt files"); None: it cannot be read."""
+    if config.path is None:
+        return None
+    path = Path(config.path).expanduser()
+    if _is_saved(path):
+        return "saved dataset"
     try:
-        path = None if config.path is None else Path(config.path).expanduser()
-        if path is None or _is_saved(path):
-            return path and "saved dataset"
         files = _files(path)
     except DataError:
         return None

@@ -238,9 +238,8 @@ class Needle:
 def draw_needles(rng: np.random.Generator, count: int, digits: int = 6) -> list[Needle]:
     """Draw `count` needles with distinct keys and distinct values of `digits` digits."""
     keys, values = len(ADJECTIVES) * len(NOUNS), 9 * 10 ** (digits - 1)
-    most = min(keys, values)
-    if not 0 <= count <= most:
-        raise DataError(f"needles: count={count} is not in 0..{most} (there are {keys} keys, {values} values)")
+    if count > min(keys, values):
+        raise DataError(f"task.needles={count}: there are {keys} keys, and {values} values of {digits} digits")
     drawn_keys = rng.choice(keys, size=count, replace=False)
     drawn_values = rng.choice(values, size=count, replace=False) + 10 ** (digits - 1)
     return [
@@ -260,10 +259,6 @@ def plant(
     room = length - sum(map(len, sentences))
     if room < 0:
         raise DataError(f"needles: {len(needles)} needles take {length - room} tokens, more than length={length}")
-    if room > len(haystack):
-        raise DataError(f"needles: length={length} needs {room} haystack tokens, only {len(haystack)} are given")
-    if any(not 0 <= depth <= 1 for depth in depths):
-        raise DataError(f"needles: depths={list(depths)} are not all in 0..1")
     tokens: list[int] = []
     start = 0
     for depth, sentence in sorted(zip(depths, sentences, strict=True), key=lambda item: item[0]):

@@ -168,18 +168,9 @@ def load_tokenizer(config: ModelConfig) -> Any:
     from transformers import AutoTokenizer
 
     tokenizer, rows = _from_hub(config, AutoTokenizer), text_config_of(config).vocab_size
-    try:  # some settings of its files are read only now
-        ids = tokenizer("a text", verbose=False)["input_ids"]
-        tokenizer.decode(ids)
-        added = tokenizer.get_added_vocab()
-        own = [number for word, number in tokenizer.get_vocab().items() if word not in added]
-    except (KeyboardInterrupt, SystemExit):
-        raise
-    except BaseException as error:  # also a panic in Rust
-        raise DataError(
-            f"model.path={config.path}: its tokenizer cannot encode text: {one_line(error, 300)}"
-        ) from error
-    if (size := max([tokenizer.vocab_size, *(number + 1 for number in (*own, *ids))])) > rows:
+    added = tokenizer.get_added_vocab()
+    own = [number for word, number in tokenizer.get_vocab().items() if word not in added]
+    if (size := max([tokenizer.vocab_size, *(number + 1 for number in own)])) > rows:
         raise DataError(f"model.path={config.path}: its tokenizer has {size} tokens, the model {rows}")
     tokenizer.embedding_rows = rows  # what `kvq.data.text.encode` compares with
     return tokenizer

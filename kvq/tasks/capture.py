@@ -25,7 +25,7 @@ from kvq.models import LoadedModel
 from kvq.models.inputs import Inputs
 from kvq.models.layers import places_of
 from kvq.models.placing import base_of
-from kvq.tasks.windows import cut_windows
+from kvq.tasks.scoring import cut_windows
 
 
 @dataclass(frozen=True)

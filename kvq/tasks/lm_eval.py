@@ -1,14 +1,6 @@
-"""`task=lm_eval`: tasks of lm-eval, by name or as local YAML files, through the quantized cache.
-
-`python -m kvq.tasks.lm_eval` is the command line of `kvq.tasks.lm_eval_model`.
-"""
+"""`task=lm_eval`: tasks of lm-eval, by name or as local YAML files, through the quantized cache."""
 
 from __future__ import annotations
-
-if __name__ == "__main__":
-    from kvq.entry import enter
-
-    enter("kvq.tasks.lm_eval_model")
 
 import contextlib
 import io
@@ -32,9 +24,8 @@ from kvq.models.load import model_folder
 from kvq.results.files import Journal
 from kvq.results.metrics import units_of
 from kvq.results.versions import code_behind, code_hash
-from kvq.tasks.decoding import check_settings, without_effect
 from kvq.tasks.items import Sample, Scored, by_part, changed_share, compare, costs, mean_score, print_items
-from kvq.tasks.lm_eval_model import CacheLM
+from kvq.tasks.lm_eval_model import CacheLM, check_settings
 from kvq.tasks.measurement import Baseline, Measurement, Task, items_fingerprint
 from kvq.tasks.reader import Reader, check_prefill
 
@@ -118,9 +109,7 @@ def _change_generation(task: LmEvalConfig, tasks: Mapping[str, Any]) -> None:
     for name, one in generating.items():
         if changes:
             one.set_config(key="generation_kwargs", value=dict(changes), update=True)
-        settings = check_settings(f"{name}: generation_kwargs", one.get_config("generation_kwargs") or {})
-        for key in changes.keys() & without_effect(settings).keys():
-            raise ConfigError(f"task.generation.{key}={changes[key]}: {name} answers greedily; add do_sample: true")
+        check_settings(f"{name}: generation_kwargs", one.get_config("generation_kwargs") or {})
 
 
 def _manager(inputs: Inputs, task: LmEvalConfig, defaults: bool) -> Any:

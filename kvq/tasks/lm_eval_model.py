@@ -1,58 +1,107 @@
-"""The model `kvq` of lm-eval, which answers every request through the quantized cache, and lm-eval's command line.
+"""A model of lm-eval that answers every request through the quantized cache.
 
 Tokenization, truncation and stop texts are those of lm-eval's own `HFLM`. The context of several requests is read once;
 under `prefill=chunked` so is a common prefix of contexts (few-shot examples, a document with many questions). Answers
 are written in batches; continuations are scored context by context.
-
-`kvq lm_eval --model kvq --model_args pretrained=ID,method=kivi,bits=2 --tasks ...` is lm-eval's own command line, and
-every option is lm-eval's. Arguments of the model: `pretrained`, a hub id, a folder or a model of `conf/model`; `method`
-and `bits`; `prefill`, whole or chunked; `max_length`; and any other setting of a run by its name, such as
-`residual.size=64`.
 """
 
 from __future__ import annotations
 
-if __name__ == "__main__":
-    from kvq.entry import enter
-
-    enter("kvq.tasks.lm_eval_model")
-
 import hashlib
 import json
-import sys
-import warnings
+import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from jaxtyping import Float
+import transformers
+from jaxtyping import Float, Int
 from lm_eval.api.instance import Instance
-from lm_eval.api.registry import register_model
 from lm_eval.models.huggingface import HFLM
 from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs, postprocess_generated_text
 from torch import Tensor
 from tqdm import tqdm
 
 from kvq.cache import KVCache
-from kvq.calibration.fit import fitted
-from kvq.config import Config
-from kvq.config.explain import choices, composed
 from kvq.config.tasks import Prefill
 from kvq.data.text import begun, in_embedding
-from kvq.errors import ConfigError, DataError, KvqError, one_line, printable
-from kvq.methods.build import method_of
-from kvq.methods.method import bind_kept_keys
-from kvq.models.inputs import Inputs
+from kvq.errors import ConfigError, DataError, did_you_mean, one_line
 from kvq.results.files import Journal
 from kvq.results.provenance import timed
-from kvq.tasks.decoding import Decoder, check_settings, without_effect
 from kvq.tasks.items import read_in_batches
 from kvq.tasks.measurement import storage_metrics
-from kvq.tasks.reader import Reader, check_prefill, end_tokens, stop_at
+from kvq.tasks.reader import Reader, end_tokens, stop_at
 
 Logits = Float[Tensor, "batch vocab"]
 Tokens = tuple[int, ...]
+
+
+SCORES: dict[str, Callable[[Any], transformers.LogitsProcessor]] = {
+    "sequence_bias": transformers.SequenceBiasLogitsProcessor,
+    "repetition_penalty": lambda value: transformers.RepetitionPenaltyLogitsProcessor(float(value)),
+    "no_repeat_ngram_size": transformers.NoRepeatNGramLogitsProcessor,
+    "suppress_tokens": transformers.SuppressTokensLogitsProcessor,
+}
+SAMPLING: dict[str, Callable[[Any], transformers.LogitsProcessor]] = {
+    "temperature": lambda value: transformers.TemperatureLogitsWarper(float(value)),
+    "top_k": transformers.TopKLogitsWarper,
+    "top_p": lambda value: transformers.TopPLogitsWarper(float(value)),
+    "min_p": lambda value: transformers.MinPLogitsWarper(float(value)),
+    "typical_p": lambda value: transformers.TypicalLogitsWarper(float(value)),
+}
+"""transformers' processors of logits by the generation setting that is their value, in its order.
+
+No other setting is followed, neither those of a model's `generation_config.json` nor transformers' `top_k` of 50.
+"""
+_NEUTRAL = {
+    **dict.fromkeys(("no_repeat_ngram_size", "top_k", "min_p"), 0),
+    **dict.fromkeys(("repetition_penalty", "temperature", "top_p", "typical_p"), 1),
+}
+_DONE_ANYWAY = {"use_cache": True, "num_beams": 1, "num_return_sequences": 1}
+FOLLOWED = ("do_sample", "until", "max_gen_toks", "max_new_tokens", *SAMPLING, *SCORES)
+
+
+def check_settings(where: str, given: Mapping[str, Any]) -> dict[str, Any]:
+    """The generation settings that are followed; null is the default; `ConfigError` for others that ask for more."""
+    kept = {key: value for key, value in given.items() if value is not None}
+    for key, value in kept.items():
+        if key not in FOLLOWED and value != _DONE_ANYWAY.get(key, False):
+            hint = did_you_mean(str(key), FOLLOWED)
+            raise ConfigError(f"{where}.{key}={value}: cannot be followed; what can is {', '.join(FOLLOWED)}.{hint}")
+    return {key: value for key, value in kept.items() if key in FOLLOWED}
+
+
+class Decoder:
+    """Chooses the tokens of one answer, from scores that transformers' processors change.
+
+    Args:
+        settings: generation settings that `check_settings` has passed; greedy unless `do_sample`.
+        context: the prompt's tokens, which repetition counts too.
+        seed: of the random generator, which belongs to this answer.
+    """
+
+    def __init__(self, settings: Mapping[str, Any], context: Sequence[int], seed: int = 0) -> None:
+        self._tokens = list(context)
+        self._generator = torch.Generator().manual_seed(seed) if settings.get("do_sample") else None
+        makers = SCORES | (SAMPLING if settings.get("do_sample") else {})
+        asked = {key: settings[key] for key in makers if settings.get(key) not in (None, _NEUTRAL.get(key))}
+        self._processors = transformers.LogitsProcessorList(makers[key](value) for key, value in asked.items())
+
+    def scores(self, logits: Float[Tensor, "1 vocab"]) -> Float[Tensor, "1 vocab"]:
+        """What the next token is chosen by, in double precision on the CPU: all devices use the same random numbers."""
+        return self._processors(torch.LongTensor([self._tokens]), logits.double().cpu())
+
+    def __call__(self, logits: Float[Tensor, "1 vocab"]) -> Int[Tensor, " 1"]:
+        """The next token."""
+        if self._generator is None:
+            token = (self.scores(logits) if self._processors else logits).argmax(-1)
+        else:
+            probabilities = torch.softmax(self.scores(logits), -1)
+            ordered, tokens = torch.sort(probabilities, dim=-1, descending=True, stable=True)
+            token = tokens.gather(-1, torch.multinomial(ordered, 1, generator=self._generator))[:, 0]
+        self._tokens.append(int(token))
+        return token.to(logits.device)
 
 
 class CacheLM(HFLM):
@@ -256,15 +305,13 @@ class CacheLM(HFLM):
             settings["until"] = handle_stop_sequences(settings.get("until"), eos=eos)
             if settings["max_gen_toks"] < 1:
                 raise ValueError(f"max_gen_toks={settings['max_gen_toks']}: at least 1")
-            if settings["do_sample"] and settings.get("temperature", 0.0) == 0:
+            if settings["do_sample"] and not 0 < float(settings.get("temperature", 0.0)) < math.inf:
                 raise ValueError("do_sample=true: needs a temperature above 0, such as temperature=1.0")
             json.dumps(settings)
             vocabulary = torch.zeros(1, self.model.config.get_text_config().vocab_size)
-            Decoder(settings, [0], self._until_end)(vocabulary)
+            Decoder(settings, [0])(vocabulary)
         except (IndexError, TypeError, ValueError) as error:
             raise ConfigError(f"generation_kwargs: {one_line(error, 200)}") from error
-        if ignored := without_effect(kept):
-            warnings.warn(f"generation_kwargs {ignored}: without effect, as the answers are greedy", stacklevel=2)
         return self._checked.setdefault(name, settings)
 
     def _answers(
@@ -294,7 +341,7 @@ class CacheLM(HFLM):
     def _decoder(self, context: Tokens, draw: int, settings: Mapping[str, Any]) -> Decoder:
         """The decoder of one answer, whose seed depends on the context and on the number of the draw."""
         digest = hashlib.sha256(repr((self.seed, context, draw) if draw else (self.seed, context)).encode()).digest()
-        return Decoder(settings, context, self._until_end, int.from_bytes(digest[:7], "big"))
+        return Decoder(settings, context, int.from_bytes(digest[:7], "big"))
 
     def _key(self, *request: Any) -> str:
         """Name of a request in the journal."""
@@ -304,72 +351,3 @@ class CacheLM(HFLM):
 def _item_name(request: Instance) -> str:
     """Task and document of a request, as `task/document`."""
     return f"{request.task_name}/{request.doc_id}"
-
-
-def config_of(pretrained: str | None = None, method: str = "fp16", bits: Any = None, **settings: Any) -> Config:
-    """The run that the arguments of the model stand for; `pretrained` None: `settings` name the model."""
-    words = [f"method={method}", *([] if bits is None else [f"bits={bits}"])]
-    if pretrained is not None:
-        known = pretrained in choices()["model"]
-        words += [f"model={pretrained}"] if known else ["model=hf", f"model.path={pretrained}"]
-    words += [f"{name}={'null' if value is None else value}" for name, value in settings.items()]
-    return composed(words)
-
-
-@register_model("kvq")
-class MethodLM(CacheLM):
-    """The model `kvq` of lm-eval.
-
-    Args:
-        pretrained: hub id or folder, or a model of `conf/model`; None: `model` among the settings.
-        method: a method of `conf/method`.
-        bits: as on kvq's command line.
-        prefill: `whole` or `chunked`, which is the default of `task=lm_eval` too.
-        max_length: longest context in tokens; None: the model's own.
-        batch_size: contexts that are answered together; `auto`: as `kvq.tasks.items` chooses.
-        max_batch_size: is not needed; lm-eval gives it to every model.
-        device: `cpu`, or one that torch names; lm-eval asks for `cuda:0` where nothing is said, which is then any.
-        settings: any other setting of a run.
-    """
-
-    def __init__(
-        self,
-        pretrained: str | None = None,
-        method: str = "fp16",
-        bits: Any = None,
-        prefill: str = "chunked",
-        max_length: int | None = None,
-        batch_size: int | str | None = None,
-        max_batch_size: int | None = None,
-        device: str | None = None,
-        **settings: Any,
-    ) -> None:
-        del max_batch_size
-        config = config_of(pretrained, method, bits, device="cpu" if device == "cpu" else "auto", **settings)
-        if prefill not in Prefill.__members__:
-            raise ConfigError(f"prefill={prefill}: {' or '.join(Prefill)}")
-        inputs = Inputs(config)
-        built = method_of(config, *inputs.head_dims)
-        check_prefill(built, Prefill(prefill))
-        if built.policy("kept_keys") is not None:
-            built = bind_kept_keys(built, inputs.tokenizer)
-        if built.is_calibrated:
-            built, _ = fitted(inputs, built)
-        reader = Reader(inputs.model, built, Prefill(prefill), config.cache.keep_decoded)
-        rows = int(str(batch_size)) if str(batch_size).isdecimal() else None
-        longest = inputs.longest_context if max_length is None else max_length
-        super().__init__(reader, inputs.tokenizer, rows, longest, seed=config.seed, bos=inputs.bos)
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run lm-eval's command line and return 0; 2: settings that the model `kvq` cannot take."""
-    from lm_eval.__main__ import cli_evaluate
-
-    if arguments is not None:
-        sys.argv[1:] = list(arguments)
-    try:
-        cli_evaluate()
-    except KvqError as error:
-        print(printable(f"error: {error}"), file=sys.stderr)
-        return 2
-    return 0

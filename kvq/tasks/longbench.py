@@ -1,34 +1,165 @@
 """`task=longbench`: LongBench and LongBench-E (arXiv 2308.14508) by their released protocol.
 
-Prompts, answer lengths and metrics are read from lm-eval's own files and corrected where those differ from the release
-(`kvq.tasks.longbench_protocol`). Greedy decoding, middle truncation, no chat template where the benchmark has none.
+Source: released `config/dataset2prompt.json`, `pred.py`, `eval.py`, `metrics.py`. Prompts, answer lengths and metrics
+are read from lm-eval's files and corrected where those differ from the release (a blank line, the ends of prompts,
+first lines, stripped answers, the line of code that is scored). Greedy decoding, middle truncation, no chat template
+where the benchmark has none.
 Each output is also compared with that of the full-precision run by ROUGE-L (NSNQuant, Table 17), which shows
 differences where both answers are wrong.
 """
 
 from __future__ import annotations
 
-import importlib
-from collections.abc import Sequence
+import functools
+import importlib.util
+import re
+import warnings
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
+from lm_eval.tasks._yaml_loader import load_yaml
+from lm_eval.utils import apply_template
 
 from kvq.config import DatasetConfig, Loader
 from kvq.config.tasks import LongbenchConfig
 from kvq.data.rows import load_rows, objects
 from kvq.data.text import begun, conversation, encode
-from kvq.errors import ConfigError, DataError
+from kvq.errors import ConfigError, DataError, did_you_mean
 from kvq.methods.method import Method
 from kvq.models.inputs import Inputs
 from kvq.results.files import Journal
 from kvq.results.metrics import units_of
+from kvq.results.versions import code_behind
 from kvq.tasks.items import Items, Sample, Scored, batches_of, by_part, measure_items, pair_items, write_answers
-from kvq.tasks.longbench_protocol import NO_TEMPLATE, Subset, load_subset
 from kvq.tasks.measurement import Baseline, Measurement, Task, items_fingerprint
-from kvq.tasks.reader import Reader, check_prefill, end_tokens
+from kvq.tasks.reader import Ends, Logits, Pick, Reader, check_prefill, end_tokens, greedy
+
+NO_TEMPLATE = frozenset({"trec", "triviaqa", "samsum", "lsht", "lcc", "repobench-p"})
+"""Subsets in the form for base models, which never get a chat template."""
+FIRST_LINE = frozenset({"trec", "triviaqa", "samsum", "lsht"})
+"""Subsets of whose answers only the first line is scored, after leading newlines are removed."""
+_BLANK_LINE = frozenset({"triviaqa", "samsum"})  # between the examples and the question
+_ENDINGS = {"lcc": "\n", "repobench-p": "\n", "passage_count": " ", "passage_retrieval_en": " "}
+
+
+@dataclass(frozen=True)
+class Subset:
+    """One subset: `prompt` is a template over `context` and `question`, `ending` what follows it.
+
+    `metric` compares an answer with one reference; `metric_source` names its code.
+    """
+
+    name: str
+    prompt: str
+    ending: str
+    max_new_tokens: int
+    metric: Callable[..., float]
+    metric_source: str
+    hub_id: str
+    hub_config: str
+
+    @property
+    def base(self) -> str:
+        """The name without LongBench-E's ending."""
+        return self.name.removesuffix("_e")
+
+    def ask(self, row: Mapping[str, Any]) -> str:
+        """The prompt's text for an item."""
+        return apply_template(self.prompt, dict(row)) + self.ending
+
+    def ends(self, tokenizer: Any, end_tokens: Sequence[int]) -> Ends:
+        """Whether an answer is over: at a token that ends answers, or at the end of the scored line."""
+
+        def over(tokens: Sequence[int]) -> bool:
+            if tokens[-1] in end_tokens:
+                return True
+            return self.base in FIRST_LINE and "\n" in tokenizer.decode(list(tokens)).lstrip("\n")
+
+        return over
+
+    def pick(self, tokenizer: Any, end_tokens: Sequence[int]) -> Pick:
+        """Greedy decoding; in samsum the first token may end neither the answer nor the line, as in the release."""
+        if self.base != "samsum":
+            return greedy
+        line_ends = tokenizer("\n", add_special_tokens=False)["input_ids"][-1:]
+        return _FirstNot(sorted({*end_tokens, *line_ends}))
+
+    def answer(self, text: str) -> str:
+        """The scored part of an answer's text."""
+        return text.lstrip("\n").split("\n")[0] if self.base in FIRST_LINE else text
+
+    def score(self, row: Mapping[str, Any], text: str) -> float:
+        """The best score of `answer(text)` over the item's references, 0 to 1."""
+        given = self.answer(text)
+        return max(
+            float(self.metric(given, reference, all_classes=row.get("all_classes"))) for reference in row["answers"]
+        )
+
+
+class _FirstNot:
+    """Greedy decoding whose first token is none of `banned`."""
+
+    def __init__(self, banned: Sequence[int]) -> None:
+        self._banned, self._first = list(banned), True
+
+    def __call__(self, logits: Logits) -> Any:
+        if self._first and self._banned:
+            logits = logits.index_fill(-1, torch.tensor(self._banned, device=logits.device), -torch.inf)
+        self._first = False
+        return greedy(logits)
+
+
+@functools.cache
+def load_subset(name: str) -> Subset:
+    """Read lm-eval's file of a subset ("qasper", "qasper_e") and correct it."""
+    found = importlib.util.find_spec("lm_eval.tasks")
+    assert found is not None
+    assert found.submodule_search_locations is not None
+    folder = Path(next(iter(found.submodule_search_locations))) / "longbench"
+    known = [file.stem for file in folder.glob("*.yaml") if not file.stem.startswith("_")]
+    if name not in known:
+        raise ConfigError(f"task.subsets={name}: lm-eval has no LongBench subset {name}.{did_you_mean(name, known)}")
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the metrics' packages warn about what they can do without
+            given = load_yaml(folder / f"{name}.yaml")
+    except ImportError as error:
+        raise ConfigError("task=longbench: needs jieba, fuzzywuzzy and rouge; pip install -e '.[eval]'") from error
+    base, prompt = name.removesuffix("_e"), given["doc_to_text"]
+    if base in _BLANK_LINE:
+        prompt = re.sub(r"\}\}\n+\{\{", "}}\n\n{{", prompt)
+    if ending := _ENDINGS.get(base, ""):
+        prompt = prompt.rstrip()
+    # Of the two metrics that a file lists, the first is a name that all subsets share.
+    named = given["metric_list"][-1]["metric"]
+    whole = given["process_results"]
+    metric = code_similarity if named == "code_sim_score" else whole.__globals__[named]
+    return Subset(
+        name,
+        prompt,
+        ending,
+        int(given["generation_kwargs"]["max_gen_toks"]),
+        metric,
+        f"{named} {code_behind(whole)}",
+        given["dataset_path"],
+        given["dataset_name"],
+    )
+
+
+def code_similarity(text: str, reference: str, **_: Any) -> float:
+    """Edit similarity of `reference` and the first line of `text` that is neither a comment nor in a code fence.
+
+    Leading newlines do not count; a line of blanks does, as in the released metric.
+    """
+    ratio = importlib.import_module("fuzzywuzzy.fuzz").ratio
+    lines = text.lstrip("\n").split("\n")
+    code = next((line for line in lines if not any(mark in line for mark in ("`", "#", "//"))), "")
+    return float(ratio(code, reference)) / 100
+
 
 BUCKETS = (("0-4k", 4000), ("4-8k", 8000), ("8k+", None))
 """LongBench-E's buckets by words of the context."""
@@ -81,27 +212,17 @@ def read_documents(config: DatasetConfig, task: LongbenchConfig) -> list[Documen
         for index, row in enumerate(rows[: task.limit]):
             # `input` in the benchmark's own files is `question` in its mirror on the hub and in the prompts.
             row = {"question": row.get("input", ""), **row}
-            if wrong := subset.refusal(row):
-                where = config.path or subset.hub_id
-                raise DataError(f"dataset.path={where}: item {index} of {name}: {wrong}")
             out.append(Document(f"{name}/{row.get('_id') or index}", subset, row))
     return out
 
 
 def _local_rows(path: Path, subset: Subset, task: LongbenchConfig) -> list[dict[str, Any]]:
     file = path.expanduser()
-    if not file.exists():
-        raise DataError(f"dataset.path={path}: no such file or folder")
     if file.is_dir():
         names = [f"{subset.name}.jsonl", f"{subset.base}.jsonl"]
         file = next((file / name for name in names if (file / name).is_file()), file / names[0])
     elif len(task.subsets) > 1:
-        raise DataError(
-            f"dataset.path={path}: one file for {len(task.subsets)} subsets; give a folder or task.subsets="
-        )
-    if not file.is_file():
-        known = ", ".join(sorted(other.stem for other in path.glob("*.jsonl"))) or "no .jsonl files"
-        raise DataError(f"dataset.path={path}: no {file.name} there; task.subsets= chooses among {known}")
+        raise DataError(f"dataset.path={path}: no folder, and {len(task.subsets)} subsets; choose one by task.subsets=")
     return objects(file, "context, input and answers")
 
 

@@ -25,24 +25,21 @@ from kvq.results.metrics import units_of
 from kvq.results.statistics import delta_nll_of_samples
 from kvq.tasks.measurement import Baseline, Measurement, Task, decoded, storage_metrics
 from kvq.tasks.scoring import (
+    PplResult,
+    ReferenceLogProbs,
     ScoredChunk,
+    Window,
+    WindowScore,
+    batches,
+    cut_windows,
     holding_method,
     log_probabilities,
     parallel_method,
     score,
     score_continuation,
     scoring_bounds,
-    without_codecs,
-)
-from kvq.tasks.windows import (
-    PplResult,
-    ReferenceLogProbs,
-    Window,
-    WindowScore,
-    batches,
-    cut_windows,
-    stack,
     summed_positions,
+    without_codecs,
 )
 
 Writer = Callable[[int, int, Tensor], None]
@@ -99,7 +96,8 @@ def run_ppl(
             if all(f"window {index}" in journal.rows for index in indices):
                 _restore(result, indices, journal)
                 continue
-            tokens, scored_from = stack(windows, indices, loaded.device), windows[indices[0]].scored_from
+            tokens = torch.stack([windows[index].tokens for index in indices]).to(loaded.device)
+            scored_from = windows[indices[0]].scored_from
             cache = KVCache(loaded, holding_method(method) if continuation else method, keep_decoded)
             plain = without_codecs(method)
             # A generator: it computes only what is read.

@@ -10,7 +10,6 @@ import bisect
 import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -20,7 +19,6 @@ from torch import Tensor
 from kvq.cache import KVCache
 from kvq.config.residual import Policy
 from kvq.config.tasks import Prefill
-from kvq.errors import ConfigError
 from kvq.methods.method import Method
 from kvq.models import LoadedModel
 from kvq.models.inputs import Inputs
@@ -132,8 +130,7 @@ class Reader:
         columns = cache.get_seq_length()
         padding = sum(min(max(one - columns, 0), tokens.shape[1]) for one in cache.padding or ())
         self.tokens_read += tokens.numel() - padding
-        with name_batch_size(tokens.shape[0], columns + tokens.shape[1]):
-            return self.loaded.hidden_states(tokens, cache)
+        return self.loaded.hidden_states(tokens, cache)
 
     def _add(self, cache: KVCache, tokens: Int[Tensor, "batch tokens"]) -> Logits:
         """Add tokens as if they came one by one and return the logits after the last."""
@@ -240,20 +237,6 @@ class Reader:
                 break
             logits = self.read(cache, tokens[:, None])[:, -1]
         return rows
-
-
-@contextmanager
-def name_batch_size(rows: int, tokens: int) -> Iterator[None]:
-    """Within the context, turn an out-of-memory error of several rows into a `ConfigError` on `task.batch_size`."""
-    try:
-        yield
-    except RuntimeError as error:  # a GPU's error, and of the CPU's allocator what it says
-        if rows == 1 or not (isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)):
-            raise
-        raise ConfigError(
-            f"task.batch_size: {rows} prompts of up to {tokens} tokens do not fit into memory together; give "
-            f"task.batch_size={rows // 2} or less"
-        ) from error
 
 
 def forward_tokens(cache: KVCache, most: int) -> int:

@@ -1,4 +1,4 @@
-"""Exact scoring through the cache: log-probabilities of known text under a method, chunk by chunk.
+"""Exact scoring through the cache: windows of known text, their log-probabilities, and what was measured of them.
 
 A method with more than codecs and a residual is scored token by token (eviction), only after a prompt, up to each flush
 (transformers' caches), or not at all.
@@ -8,17 +8,25 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterator
-from dataclasses import dataclass
+import math
+import os
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
+import numpy as np
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
 from kvq.cache import KVCache
 from kvq.config.residual import Policy, PrefillBlock, Residual, ResidualSide
+from kvq.errors import DataError
 from kvq.methods.method import Method
 from kvq.models import LoadedModel
+from kvq.results.statistics import divergence_metrics
 
 FULL_PRECISION_CHUNK = 128
 """Queries per forward of a full-precision run, which has no residual; equal to the methods' usual residual size."""
@@ -148,3 +156,244 @@ def _sides(residual: Residual) -> tuple[ResidualSide, ResidualSide]:
 def steps(method: Method) -> bool:
     """Whether what a token reads depends on the forwards before it, so that each token needs its own forward."""
     return not method.has("several_tokens")
+
+
+@dataclass(frozen=True)
+class Window:
+    """`context` consecutive tokens; the targets at positions `scored_from` to the end count.
+
+    Position p is predicted from positions 0 to p-1, so `scored_from` is at least 1.
+    """
+
+    tokens: Int[Tensor, " context"]
+    scored_from: int
+
+    @property
+    def targets(self) -> int:
+        """Number of scored tokens."""
+        return int(self.tokens.numel()) - self.scored_from
+
+
+def cut_windows(
+    streams: Sequence[Int[Tensor, " _tokens"]],
+    context: int,
+    stride: int | None = None,
+    limit: int | None = None,
+    bos: int | None = None,
+) -> list[Window]:
+    """Windows over each stream, remainders dropped.
+
+    Args:
+        streams: token ids; windows never cross from one to the next.
+        stride: None = disjoint windows, each scoring all its tokens but the first. Else windows start every `stride`
+            tokens; a stream's first scores all, later ones only their last `stride` (EVALS: sliding).
+        bos: the first token of every window. It is one of the `context` tokens, so that caches, blocks and the model's
+            longest context stay as they are; the `context - 1` tokens of text after it are all targets.
+    """
+    windows = []
+    first = torch.tensor([] if bos is None else [bos], dtype=torch.long)
+    room = context - first.numel()
+    for stream in streams:
+        for start in range(0, stream.numel() - room + 1, min(stride or room, room)):
+            scored_from = 1 if stride is None or start == 0 else max(1, context - stride)
+            tokens = stream[start : start + room]
+            windows.append(Window(tokens if bos is None else torch.cat([first.to(tokens), tokens]), scored_from))
+    if not windows:
+        longest = max((int(stream.numel()) for stream in streams), default=0)
+        raise DataError(
+            f"dataset: the longest text has {longest} tokens, fewer than one window of task.context={context}"
+        )
+    return windows[:limit]
+
+
+def evenly(windows: Sequence[Window], count: int, setting: str) -> list[Window]:
+    """`count` of the windows, spread evenly over the text; `setting`: the one that gives the count."""
+    if len(windows) < count:
+        tokens = int(windows[0].tokens.numel()) if windows else 0
+        raise DataError(f"{setting}={count}: the text has {len(windows)} passages of {tokens} tokens")
+    return [windows[place] for place in np.linspace(0, len(windows) - 1, count).round().astype(int)]
+
+
+def batches(windows: Sequence[Window], size: int) -> list[list[int]]:
+    """Indices of windows grouped into batches of at most `size`, all with the same `scored_from`, in order."""
+    groups: list[list[int]] = []
+    for index, window in enumerate(windows):
+        last = groups[-1] if groups else []
+        if last and len(last) < size and windows[last[0]].scored_from == window.scored_from:
+            last.append(index)
+        else:
+            groups.append([index])
+    return groups
+
+
+BUDGET_BYTES = 16 * 1024**3
+"""Largest size of the reference log-probabilities; beyond it full precision is computed again with each method."""
+
+
+class ReferenceLogProbs:
+    """A memory map `[targets, vocab]` of a temporary file, written once by the full-precision run.
+
+    Args:
+        windows: the windows scored; rows follow their targets in order.
+        budget: most bytes to use; above it, or without that much disk, nothing is kept and `kept` is false.
+    """
+
+    def __init__(self, windows: Sequence[Window], vocab: int, dtype: torch.dtype, budget: int = BUDGET_BYTES) -> None:
+        self._starts = [0]
+        for window in windows:
+            self._starts.append(self._starts[-1] + window.targets)
+        rows = self._starts[-1]
+        size = rows * vocab * dtype.itemsize
+        self.kept = size <= budget
+        # The mapping stays valid after the file is unlinked, so a killed process leaves no file.
+        with tempfile.TemporaryDirectory(prefix="kvq-reference-") as folder:
+            file = Path(folder) / "logprobs"
+            try:  # to have the room: writing to a sparse map on a full disk would kill the process
+                with file.open("wb") as stream:
+                    if self.kept and hasattr(os, "posix_fallocate"):
+                        os.posix_fallocate(stream.fileno(), 0, size)
+            except OSError:
+                self.kept = False
+            if self.kept:
+                self._rows = torch.from_file(str(file), shared=True, size=rows * vocab, dtype=dtype).view(rows, vocab)
+
+    def _rows_of(self, window: int, offset: int, count: int) -> Tensor:
+        """Rows `[count, vocab]` of a window's targets from `offset` on."""
+        start = self._starts[window] + offset
+        return self._rows[start : start + count]
+
+    def write(self, indices: Sequence[int], offset: int, log_probs: Float[Tensor, "batch targets vocab"]) -> None:
+        """Keep the log-probabilities of the targets from `offset` on, for each window of a batch, if within budget."""
+        if not self.kept:
+            return
+        for row, window in enumerate(indices):
+            self._rows_of(window, offset, log_probs.shape[1]).copy_(log_probs[row])
+
+    def read(self, indices: Sequence[int], offset: int, count: int) -> Float[Tensor, "batch targets vocab"]:
+        """The log-probabilities of `count` targets from `offset` on, for each window of a batch."""
+        return torch.stack([self._rows_of(window, offset, count) for window in indices])
+
+
+@dataclass
+class WindowScore:
+    """Sums over the scored tokens of one window; `kl` and `top1` need a reference.
+
+    `first`: the position of the first scored token; `by_position`: tokens, nll and kl of each stretch of positions, by
+    its first position.
+    """
+
+    window: int
+    first: int = 1
+    tokens: int = 0
+    nll: float = 0.0
+    kl: float = 0.0
+    top1: int = 0
+    by_position: dict[str, list[float]] = field(default_factory=dict)
+
+    def add_positions(
+        self, start: int, stretch: int, nll: Float[Tensor, " targets"], kl: Float[Tensor, " targets"]
+    ) -> None:
+        """Add the targets at positions from `start` on to stretches of `stretch` positions."""
+        for first in range(start - start % stretch, start + len(nll), stretch):
+            part = slice(max(first - start, 0), first + stretch - start)
+            sums = len(nll[part]), float(nll[part].sum()), float(kl[part].sum())
+            known = self.by_position.get(str(first), [0.0] * len(sums))
+            self.by_position[str(first)] = [float(old + new) for old, new in zip(known, sums, strict=True)]
+
+
+@dataclass
+class PplResult:
+    """The scores of one pass over the windows, bytes of its caches (`storage`), and KL divergences by window.
+
+    `stretch`: positions over which losses are reported in addition to their mean; None: not reported.
+    """
+
+    scores: list[WindowScore]
+    storage: dict[str, float]
+    kl_per_token: dict[int, list[Tensor]] = field(default_factory=dict)
+    stretch: int | None = None
+    _unread: dict[int, list[tuple[Tensor, Tensor | None, Tensor]]] = field(default_factory=dict, repr=False)
+
+    @property
+    def nll(self) -> float:
+        """Mean negative log-likelihood in nats per scored token."""
+        return sum(s.nll for s in self.scores) / sum(s.tokens for s in self.scores)
+
+    def metrics(self) -> dict[str, float]:
+        """The record's metrics, without those that compare with the baseline record."""
+        tokens, compared = sum(s.tokens for s in self.scores), bool(self.kl_per_token)
+        out = {"nll": self.nll, "perplexity": math.exp(min(self.nll, 700.0)), **self.storage}
+        if compared:
+            kl = torch.cat(
+                [part for window in sorted(self.kl_per_token) for part in self.kl_per_token[window]]
+            ).double()
+            out |= divergence_metrics(kl.numpy())
+            out["top1_agreement"] = sum(s.top1 for s in self.scores) / tokens
+        out |= {"scored_tokens": float(tokens), "windows": float(len(self.scores))}
+        places = summed_positions([score.by_position for score in self.scores])
+        for first, (count, losses, divergences) in places.items():
+            out[f"nll[position={first}]"] = losses / count
+            if compared:
+                out[f"kl_mean[position={first}]"] = divergences / count
+        return out
+
+    def samples(self) -> list[dict[str, Any]]:
+        """One row per window, for paired statistics."""
+        compared = bool(self.kl_per_token)
+        names = ["window", "tokens", "nll", *(["kl", "top1"] if compared else [])]
+        names += [] if self.stretch is None else ["by_position"]
+        return [{name: getattr(score, name) for name in names} for score in self.scores]
+
+    def add(
+        self,
+        indices: Sequence[int],
+        targets: Int[Tensor, "batch targets"],
+        log_probs: Float[Tensor, "batch targets vocab"],
+        expected: Float[Tensor, "batch targets vocab"] | None,
+    ) -> None:
+        """Add the targets of some windows; `expected`: log-probabilities that they are compared with.
+
+        Nothing waits for the device: `settle` reads what it computed.
+        """
+        nll = -log_probs.gather(-1, targets.unsqueeze(-1)).squeeze(-1).double()
+        kl = same = None
+        if expected is not None:
+            kl, same = divergence(expected, log_probs), log_probs.argmax(-1) == expected.argmax(-1)
+        for row, index in enumerate(indices):
+            sums = [nll[row].sum()]
+            if kl is not None and same is not None:
+                sums += [kl[row].double().sum(), same[row].sum().double()]
+            part = nll[row], None if kl is None else kl[row], torch.stack(sums)
+            self._unread.setdefault(index, []).append(part)
+
+    def settle(self, indices: Sequence[int]) -> None:
+        """Add up what the targets of these windows lost, once all of them are added."""
+        for index in indices:
+            score, parts = self.scores[index], self._unread.pop(index, [])
+            rows = torch.stack([sums for _, _, sums in parts]).cpu().tolist() if parts else []
+            for (nll, kl, _), (loss, *compared) in zip(parts, rows, strict=True):
+                if self.stretch is not None:
+                    over = torch.zeros_like(nll) if kl is None else kl.double()
+                    score.add_positions(score.first + score.tokens, self.stretch, nll.cpu(), over.cpu())
+                score.tokens += len(nll)
+                score.nll += loss
+                if kl is not None:
+                    self.kl_per_token.setdefault(index, []).append(kl.cpu())
+                    score.kl += compared[0]
+                    score.top1 += int(compared[1])
+
+
+def summed_positions(windows: Sequence[Mapping[str, Sequence[float]]]) -> dict[int, tuple[float, ...]]:
+    """Tokens and sums of each stretch of positions over windows, by first position, in order."""
+    starts = sorted({int(first) for window in windows for first in window})
+    return {
+        start: tuple(map(sum, zip(*(window[str(start)] for window in windows if str(start) in window), strict=True)))
+        for start in starts
+    }
+
+
+def divergence(
+    expected: Float[Tensor, "*lead targets vocab"], found: Float[Tensor, "*lead targets vocab"]
+) -> Float[Tensor, "*lead targets"]:
+    """KL(expected || found) of each target in nats; rounding can make that of two equal distributions negative."""
+    return torch.nn.functional.kl_div(found, expected, reduction="none", log_target=True).sum(-1).clamp_min(0)

@@ -38,8 +38,7 @@ from kvq.models.inputs import Inputs
 from kvq.models.layers import head_dims_of
 from kvq.results.statistics import delta_nll_of_samples
 from kvq.tasks.ppl import Writer
-from kvq.tasks.scoring import log_probabilities, parallel_method, score, without_codecs
-from kvq.tasks.windows import PplResult, Window, divergence
+from kvq.tasks.scoring import PplResult, Window, divergence, log_probabilities, parallel_method, score, without_codecs
 from kvq_engines.formats import format_for, open_engine
 from kvq_engines.llamacpp import LlamaCpp
 from kvq_engines.mlx import Mlx

@@ -25,8 +25,7 @@ from kvq.results.metrics import units_of
 from kvq.results.statistics import delta_nll_of_samples
 from kvq.tasks.measurement import Baseline, Measurement, Task, scored_rows, storage_metrics
 from kvq.tasks.reader import Reader, check_prefill
-from kvq.tasks.scoring import log_probabilities, without_codecs
-from kvq.tasks.windows import cut_windows, divergence, evenly
+from kvq.tasks.scoring import cut_windows, divergence, evenly, log_probabilities, without_codecs
 from kvq_lab.settings import ConversationConfig
 
 Row = dict[str, Any]

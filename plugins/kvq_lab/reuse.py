@@ -32,7 +32,7 @@ from kvq.results.provenance import timed
 from kvq.results.statistics import delta_nll_of_samples
 from kvq.tasks.measurement import Baseline, Measurement, Task, scored_rows, storage_metrics
 from kvq.tasks.reader import Reader, check_prefill
-from kvq.tasks.windows import Window, cut_windows
+from kvq.tasks.scoring import Window, cut_windows
 from kvq_lab.settings import ReuseConfig
 
 Row = dict[str, Any]

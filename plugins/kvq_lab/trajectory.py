@@ -28,8 +28,7 @@ from kvq.results.files import Journal
 from kvq.results.metrics import units_of
 from kvq.tasks.measurement import Baseline, Measurement, Task, scored_rows, storage_metrics
 from kvq.tasks.reader import Ends, Pick, Reader, check_prefill, shared
-from kvq.tasks.scoring import log_probabilities, without_codecs
-from kvq.tasks.windows import cut_windows, divergence, evenly
+from kvq.tasks.scoring import cut_windows, divergence, evenly, log_probabilities, without_codecs
 from kvq_lab.settings import DriftConfig, TrajectoryConfig
 
 _TOGETHER = 8  # passages that full precision continues in one batch, to see what another order of sums changes

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -13,7 +12,7 @@ from omegaconf import DictConfig, ListConfig
 from omegaconf.base import Node
 
 from kvq.cli import main
-from kvq.config import compose, composing, conf_dir, plugins
+from kvq.config import compose, composing
 from kvq.config.composing import Composition, compose_quickly, compose_with_hydra, register
 from kvq.config.explain import choices
 from kvq.errors import KvqError
@@ -115,33 +114,6 @@ def test_values_given_as_lists_are_not_shared() -> None:
     given = ["dataset.data_files=[a.txt]"]
     compose(given).dataset.data_files.append("b.txt")
     assert list(compose(given).dataset.data_files) == ["a.txt"]
-
-
-def test_an_edited_file_is_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = shutil.copytree(conf_dir(), tmp_path / "conf")
-    monkeypatch.setattr(plugins, "conf_dirs", lambda config_dir=None: [folder])
-    edited = folder / "method" / "kivi.yaml"
-
-    def label() -> str:
-        found = compose_quickly(register(), ["method=kivi", "dataset=pysource"])
-        assert isinstance(found, Composition)
-        return str(found.config.method.label)
-
-    before = label()
-    edited.write_text(edited.read_text(encoding="utf-8").replace(f"label: {before}", "label: edited"), encoding="utf-8")
-    assert before != "edited"
-    assert label() == "edited"
-
-
-def test_a_further_folder_is_searched(tmp_path: Path) -> None:
-    (tmp_path / "method").mkdir()
-    (tmp_path / "method" / "mine.yaml").write_text("defaults: [kivi, _self_]\nname: mine\n", encoding="utf-8")
-    files, given = register(tmp_path), ["method=mine", "model=tiny_outliers", "bits=2"]
-    composing.register(tmp_path)
-    found = compose_quickly(files, given)
-    assert found is not None
-    assert _plain(found.config) == _plain(compose_with_hydra(files.folders, given).config)
-    assert found.config.method.name == "mine"
 
 
 def test_hydra_composes_a_choice_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -100,9 +100,8 @@ def test_settings_are_checked_as_those_of_kvqs_own_tasks(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("old", "new", "says"),
     [
-        ("TASK = Task(", "OTHER = Task(", r"counting\.py has no TASK"),
-        (", settings=CountConfig", "", "TASK has no settings="),
-        (", settings=CountConfig)", ")\nvars(TASK)['settings'] = int", "TASK has no settings="),
+        ("TASK = Task(", "OTHER = Task(", r"counting\.py: no TASK with settings="),
+        (", settings=CountConfig)", ")\nvars(TASK)['settings'] = int", "no TASK with settings="),
         ("    version: ClassVar[int] = 3\n", "", r"CountConfig has no version; give version: ClassVar\[int\] = 1"),
         ('"counting"', '"counts"', "CountConfig.name is 'counts'; expected 'counting'"),
         ("from kvq.config import", "from kvq.konfig import", r"cannot be imported \(ModuleNotFoundError: .*konfig"),
@@ -229,7 +228,7 @@ def test_a_stage_that_is_not_found_says_where_it_was_looked_for(tmp_path: Path) 
     line = str(error.value)
     assert line.startswith("method.key.stages.turn._target_=kvq_missing_stage.Turn: cannot be imported (No module")
     assert f"looked in {Path(sys.path[0] or '.').resolve()}" in line
-    assert "installed packages. Put kvq_missing_stage.py in the folder of --config-dir=..., or set PYTHONPATH" in line
+    assert ". Put kvq_missing_stage.py in the folder of --config-dir=..., or set PYTHONPATH" in line
 
 
 def test_records_of_a_task_that_is_not_here_are_shown(tmp_path: Path) -> None:

@@ -17,8 +17,7 @@ from kvq.errors import Unsupported
 from kvq.methods.method import Method
 from kvq.models.layers import head_dims_of
 from kvq.tasks.ppl import ppl_windows, run_ppl
-from kvq.tasks.scoring import parallel_method, scoring_bounds
-from kvq.tasks.windows import ReferenceLogProbs
+from kvq.tasks.scoring import ReferenceLogProbs, parallel_method, scoring_bounds
 from tests import presets
 from tests.cache.states import nearest_bits, quantizes
 from tests.families import FAMILIES, WINDOW, family

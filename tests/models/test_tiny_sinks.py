@@ -196,24 +196,17 @@ def broken(kind: str, folder: Path) -> ModelConfig:
     changes: dict[str, Callable[[dict[str, Tensor]], dict[str, Tensor]]] = {
         "unknown": lambda found: {**found, "model.layers.9.mlp.up_proj.weight": torch.zeros(2).half()},
         "half": lambda found: {each: change for each, change in found.items() if each != f"{name}.right"},
-        "narrow": lambda found: {**found, f"{name}.left": found[f"{name}.left"][:1].clone()},
-        "scale": lambda found: {**found, f"{name}.columns": torch.ones(1).half()},
         "wide": lambda found: {**found, "model.norm.weight": torch.zeros(1).half()},
-        "float": lambda found: {**found, f"{name}.left": found[f"{name}.left"].float()},
         "row": lambda found: {**found, "model.embed_tokens.weight.row.9999": torch.zeros(384).half()},
     }
     made = copied(folder, changes.get(kind))
     file = folder / DELTA
     if kind == "truncated":
         file.write_bytes(file.read_bytes()[:-1000])
-    elif kind == "empty":
-        file.write_bytes(b"")
     elif kind == "absent":
         file.unlink()
     elif kind == "foreign":
         save_file(load_file(file), file, {"base_sha256": "ab" * 32})
-    elif kind == "nameless":
-        save_file(load_file(file), file)
     return made
 
 
@@ -221,16 +214,11 @@ def broken(kind: str, folder: Path) -> ModelConfig:
     ("kind", "said"),
     [
         ("truncated", "cannot be applied: "),
-        ("empty", "cannot be applied: "),
         ("absent", "cannot be applied: "),
         ("foreign", f"is of weights with sha256={'ab' * 32}, not of tiny's, sha256="),
-        ("nameless", "is of weights with sha256=None, not of tiny's"),
         ("unknown", r"cannot be applied: .*model\.layers\.9\.mlp\.up_proj\.weight"),
         ("half", r"cannot be applied: .*self_attn\.q_proj\.weight\.right"),
-        ("narrow", r".*q_proj\.weight\.left is torch\.float16 \[1, 16\], not float16 \[512, 16\]"),
-        ("scale", r".*q_proj\.weight\.columns is torch\.float16 \[1\], not float16 \[384\]"),
         ("wide", r".*model\.norm\.weight is torch\.float16 \[1\], not float16 \[384\]"),
-        ("float", r".*q_proj\.weight\.left is torch\.float32"),
         ("row", "cannot be applied: .*9999"),
     ],
 )

@@ -23,7 +23,7 @@ from kvq.tasks import capture, generate, longbench, multimodal, niah
 from kvq.tasks.lm_eval_model import CacheLM
 from kvq.tasks.ppl import ppl_windows
 from kvq.tasks.reader import Reader
-from kvq.tasks.windows import cut_windows
+from kvq.tasks.scoring import cut_windows
 from tests.data.byte_tokenizer import byte_tokenizer
 from tests.random_models import llama, save_random_model
 

@@ -17,8 +17,7 @@ from kvq.methods.method import Method
 from kvq.models import LoadedModel
 from kvq.results import Store
 from kvq.tasks.ppl import ppl_windows, run_ppl
-from kvq.tasks.scoring import holding_method, parallel_method, score_continuation
-from kvq.tasks.windows import ReferenceLogProbs
+from kvq.tasks.scoring import ReferenceLogProbs, holding_method, parallel_method, score_continuation
 from tests.random_models import in_double_precision, random_llama, save_random_model, token_ids
 
 TASK = PplConfig(windows=Windows.disjoint, scoring=Scoring.continuation, prompt=40, context=64, batch_size=2)

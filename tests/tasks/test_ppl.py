@@ -18,8 +18,7 @@ from kvq.methods.build import build_method
 from kvq.models import LoadedModel
 from kvq.results.files import Journal
 from kvq.tasks.ppl import ppl_windows, run_ppl
-from kvq.tasks.scoring import ScoredChunk, score
-from kvq.tasks.windows import ReferenceLogProbs, Window
+from kvq.tasks.scoring import ReferenceLogProbs, ScoredChunk, Window, score
 from tests.random_models import random_llama, token_ids
 
 TASK = PplConfig(context=64, stride=16, max_windows=6)

@@ -5,15 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor
-from transformers import LogitsProcessor, LogitsProcessorList
 
 from kvq.cache import KVCache
 from kvq.config.tasks import Prefill
-from kvq.errors import ConfigError, Unsupported
+from kvq.errors import Unsupported
 from kvq.methods.build import build_method
 from kvq.methods.method import Method
 from kvq.models import LoadedModel
-from kvq.tasks.decoding import Decoder
 from kvq.tasks.items import TOKENS, batches_of, read_in_batches
 from kvq.tasks.reader import Reader, answer_text, check_prefill, stop_at
 from tests.data.byte_tokenizer import byte_tokenizer
@@ -140,39 +138,6 @@ def test_residual_none_has_no_order_to_read_a_prompt_in() -> None:
         check_prefill(method, Prefill.chunked)
 
 
-class Nucleus(LogitsProcessor):
-    """The definition, by a loop."""
-
-    def __init__(self, top_p: float) -> None:
-        self.top_p = top_p
-
-    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        out = torch.full_like(scores, -torch.inf)
-        for row in range(scores.shape[0]):
-            total = 0.0
-            for token in scores[row].argsort(descending=True).tolist():
-                if total >= self.top_p:
-                    break
-                total += float(torch.softmax(scores[row], -1)[token])
-                out[row, token] = scores[row, token]
-        return out
-
-
-def test_sampling_draws_from_the_nucleus_at_its_temperature() -> None:
-    logits = torch.tensor([[2.0, 1.0, 0.5, -1.0, -3.0]])
-    settings = {"do_sample": True, "temperature": 0.7, "top_p": 0.9}
-    sampler = Decoder(settings, [0], [], seed=3)
-    drawn = torch.cat([sampler(logits) for _ in range(4000)])
-    kept = LogitsProcessorList([Nucleus(0.9)])(torch.zeros(1, 1), logits.double() / 0.7)
-    expected = torch.softmax(kept, -1)[0]
-    counts = torch.bincount(drawn, minlength=5) / 4000
-    assert (counts[expected == 0] == 0).all()
-    assert (counts - expected).abs().max() < 0.03
-    again = Decoder(settings, [0], [], seed=3)
-    assert torch.cat([again(logits) for _ in range(20)]).tolist() == drawn[:20].tolist()
-    assert int(Decoder({"do_sample": True, "top_k": 1}, [0], [])(logits)) == 0
-
-
 def test_an_answer_ends_at_its_stop_text() -> None:
     tokenizer = byte_tokenizer()
     ends = stop_at(tokenizer, [10], ["END", ""])
@@ -255,17 +220,3 @@ def test_all_prompts_are_read_in_batches_once(prefill: Prefill) -> None:
     assert reader.tokens_read == 42
     evicting = Reader(random_llama(), build_method("h2o", head_dim=32, overrides=["residual.size=8"]), prefill)
     assert [batch for batch, _, _ in read_in_batches(evicting, [[1], [2, 3], [4, 5]], None)] == [[0], [1, 2]]
-
-
-def test_a_batch_without_memory_names_its_setting(monkeypatch: pytest.MonkeyPatch) -> None:
-    reader = Reader(random_llama(), method_of("kivi"), Prefill.whole)
-
-    def full(*_: object) -> Tensor:
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
-
-    monkeypatch.setattr(LoadedModel, "hidden_states", full)
-    says = r"^task\.batch_size: 4 prompts of up to 2 tokens do not fit into memory together; give task\.batch_size=2 or"
-    with pytest.raises(ConfigError, match=says):
-        reader.begin_together([[1, 2, 3]] * 4)
-    with pytest.raises(torch.OutOfMemoryError):
-        reader.begin_together([[1, 2, 3]])

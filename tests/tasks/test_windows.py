@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvq.errors import DataError
-from kvq.tasks.windows import batches, cut_windows
+from kvq.tasks.scoring import batches, cut_windows
 
 
 @given(length=st.integers(2, 300), context=st.integers(2, 40), stride=st.integers(1, 40))

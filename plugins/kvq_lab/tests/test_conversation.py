@@ -18,7 +18,7 @@ from kvq.report.tables.layout import columns_of
 from kvq.results import Record, Store
 from kvq.results.files import Journal
 from kvq.runs import Prepared, run
-from kvq.tasks.windows import cut_windows, evenly
+from kvq.tasks.scoring import cut_windows, evenly
 from kvq_lab.conversation import Speaker, compare_branches, measure, read_turns, turn_metrics
 
 _USER, _ANSWER, _TURNS = 28, 4, 3

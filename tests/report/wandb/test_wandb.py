@@ -146,7 +146,6 @@ def test_without_login_a_sweep_says_so_once_and_is_measured(tmp_path: Path) -> N
     ("named", "given", "mode"),
     [
         ("offline", None, "offline"),
-        ("dryrun", None, "offline"),
         ("disabled", None, "disabled"),
         ("", None, "online"),
         ("offline", WandbMode.online, "online"),
@@ -160,7 +159,7 @@ def test_the_mode_of_the_environment(named: str, given: WandbMode, mode: str, mo
 def test_an_environment_without_such_a_mode(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
     monkeypatch.setenv("WANDB_MODE", "oflline")
     assert run(["logger=wandb", "plan=true"]) == 1
-    assert said(capsys) == ["error: WANDB_MODE=oflline: one of online, offline, disabled"]
+    assert said(capsys) == ["error: WANDB_MODE=oflline: one of online, offline, disabled. Did you mean 'offline'?"]
 
 
 @pytest.mark.slow
