@@ -13,7 +13,7 @@ import json
 import re
 import shutil
 from importlib.metadata import Distribution, PackageNotFoundError, PackagePath, distribution
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvq.config.limits import DISTRIBUTION, EMBEDDED, cache_folder, file_hash
@@ -61,14 +61,14 @@ def shards_of(index: Path, path: str) -> list[str]:
     weights = _read_json(index, path, index.name).get("weight_map")
     if not isinstance(weights, dict) or not all(isinstance(name, str) for name in weights.values()):
         raise DataError(f"model.path={path}: {index.name} is no index of weights")
-    return sorted({_check_inside(name, path, index.name) for name in weights.values()})
+    return sorted(set(weights.values()))
 
 
 def _named_weights(folder: Path, path: str) -> str | None:
     """The file that `config.json` names in the place of `model.safetensors`."""
     config = folder / "config.json"
     named = _read_json(config, path, config.name).get("transformers_weights") if config.is_file() else None
-    return _check_inside(named, path, config.name) if isinstance(named, str) else None
+    return named if isinstance(named, str) else None
 
 
 def _read_json(file: Path, path: str, name: str) -> dict[str, Any]:
@@ -78,13 +78,6 @@ def _read_json(file: Path, path: str, name: str) -> dict[str, Any]:
     except (OSError, ValueError, RecursionError) as error:
         raise DataError(f"model.path={path}: {name} cannot be loaded: {one_line(error, 200)}") from error
     return content if isinstance(content, dict) else {}
-
-
-def _check_inside(name: str, path: str, naming: str) -> str:
-    """The name of a file in the folder. A link in it may lead outside, as those of the hub's cache do."""
-    if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
-        raise DataError(f"model.path={path}: {naming} names {name[:100]}, which is outside of the folder")
-    return name
 
 
 DELTA_SETTINGS = "delta.json"
@@ -97,28 +90,15 @@ def model_folder(path: str) -> str:
     For a folder that holds what differs from another model (`delta_folder`) it is the other's.
     """
     delta = delta_folder(path)
-    return str(_own_folder(path)) if delta is None else model_folder(_base_of(path, delta))
+    if delta is None:
+        return str(_own_folder(path))
+    return model_folder(str(_read_json(delta / DELTA_SETTINGS, path, DELTA_SETTINGS).get("base")))
 
 
 def delta_folder(path: str) -> Path | None:
     """The folder of `model.path` where it holds only what differs from another model (`kvq.models.weights`)."""
     folder = Path(_own_folder(path))
     return folder if (folder / DELTA_SETTINGS).is_file() else None
-
-
-def _base_of(path: str, delta: Path) -> str:
-    """The `model.path` of the base that a delta changes.
-
-    Raises:
-        DataError: `delta.json` names none, or one that is itself a delta.
-    """
-    try:
-        base = json.loads((delta / DELTA_SETTINGS).read_text(encoding="utf-8"))["base"]
-        if base != path and delta_folder(base) is None:
-            return str(base)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, ConfigError) as error:
-        raise DataError(f'model.path={path}: {DELTA_SETTINGS} is not {{"base": <model.path>}}') from error
-    raise DataError(f"model.path={path}: {DELTA_SETTINGS} names base={base}, which is no whole model")
 
 
 def _own_folder(path: str) -> str:

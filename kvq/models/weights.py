@@ -219,21 +219,12 @@ def _weight(change: str) -> str:
 
 
 def _apply_changes(name: str, weight: Tensor, changes: dict[str, Tensor]) -> Tensor:
-    """The weight as its entries say; an entry of another shape is refused, as torch would stretch some."""
-
-    def entry(suffix: str, *shape: int) -> Tensor:
-        found = changes[f"{name}{suffix}"]
-        if found.dtype is not torch.float16 or list(found.shape) != list(shape):
-            raise ValueError(f"{name}{suffix} is {found.dtype} {list(found.shape)}, not float16 {list(shape)}")
-        return found
-
+    """The weight as its entries say."""
     if name in changes:
-        return entry("", *weight.shape)
-    for change in changes:
+        return changes[name]
+    for change, row in changes.items():
         if change.startswith(f"{name}.row."):
-            weight[int(change.rpartition(".")[2])] = entry(change.removeprefix(name), *weight.shape[1:])
+            weight[int(change.rpartition(".")[2])] = row
     if not any(f"{name}{factor}" in changes for factor in _FACTORS):
         return weight
-    (outputs, inputs), rank = weight.shape, changes[f"{name}.left"].shape[-1]
-    columns = entry(".columns", inputs) if f"{name}.columns" in changes else None
-    return add_low_rank(weight, entry(".left", outputs, rank), entry(".right", rank, inputs), columns)
+    return add_low_rank(weight, changes[f"{name}.left"], changes[f"{name}.right"], changes.get(f"{name}.columns"))
