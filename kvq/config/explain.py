@@ -19,7 +19,7 @@ from kvq.config import plugins
 from kvq.config.composing import compose, resolve
 from kvq.config.method import RENAMED
 from kvq.config.run import Config
-from kvq.errors import ConfigError, KvqError, did_you_mean
+from kvq.errors import ConfigError, KvqError, did_you_mean, one_line
 
 # OmegaConf asserts that a setting below null has something to be set in.
 COMPOSE_ERRORS = (KvqError, HydraException, OmegaConfBaseException, ValueError, AssertionError, yaml.YAMLError)
@@ -64,7 +64,7 @@ def explain(error: Exception, overrides: Sequence[str], config_dir: str | Path |
             name = missing.removeprefix("task/").removesuffix("_schema")
             return plugins.unknown_task(name, plugins.folder_in_use(config_dir))
         group, _, name = missing.partition("/")
-        return unknown_choice(group, name, config_dir) if group in choices(config_dir) else _one_line(error)
+        return unknown_choice(group, name, config_dir) if group in choices(config_dir) else one_line(error)
     if isinstance(error, OverrideParseException):
         return f"{error.override}: cannot be read as setting=value"
     if isinstance(error, AssertionError):
@@ -82,19 +82,14 @@ def explain(error: Exception, overrides: Sequence[str], config_dir: str | Path |
         return f"{match[1]}: several values need -m (a sweep)"
     if match := re.match(r"Config group override must be a string or a list. Got", text):
         nameless = next((f"{given}: cannot be read as setting=value" for given in overrides if given[:1] == "="), None)
-        return nameless or value_for_choice(overrides, config_dir) or _one_line(error)
-    return _reason(error.__cause__) if isinstance(error.__cause__, OmegaConfBaseException) else _one_line(error)
-
-
-def _one_line(error: object) -> str:
-    """The text of an error with all white space, line breaks too, as single spaces."""
-    return " ".join(str(error).split())
+        return nameless or value_for_choice(overrides, config_dir) or one_line(error)
+    return _reason(error.__cause__) if isinstance(error.__cause__, OmegaConfBaseException) else one_line(error)
 
 
 def _reason(error: BaseException, named: bool = False) -> str:
     """The message of OmegaConf without its lines about types; an unknown enum value gets a suggestion."""
     key = None if named else getattr(error, "full_key", None)
-    first = _one_line(str(getattr(error, "msg", None) or error).splitlines()[0])
+    first = " ".join(str(getattr(error, "msg", None) or error).splitlines()[0].split())
     hint = ""
     if match := re.search(r"Invalid value '(.+?)', expected one of \[(.+)\]", first):
         hint = "." + did_you_mean(match[1], match[2].split(", "))

@@ -14,12 +14,12 @@ from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 from kvq.errors import (
     MAX_RESAMPLES,
-    ConfigError,
     at_least,
     check_choice,
     check_path,
     check_seed,
     not_empty,
+    require,
     within,
 )
 
@@ -54,26 +54,22 @@ def each(lowest: int) -> Check:
 
 def each_once(setting: str, given: Sequence[Any]) -> None:
     """Raise `ConfigError` for an empty list, or one with equal entries."""
-    if not given or len(set(given)) < len(given):
-        raise ConfigError(f"{setting}={given}: a list of one or more, each once")
+    require(bool(given) and len(set(given)) == len(given), setting, given, "a list of one or more, each once")
 
 
 def no_twice(setting: str, given: Sequence[Any]) -> None:
     """Raise `ConfigError` for a list of names with equal entries; it may be empty."""
-    if len(set(given)) < len(given):
-        raise ConfigError(f"{setting}={[str(name) for name in given]}: each once")
+    require(len(set(given)) == len(given), setting, [str(name) for name in given], "each once")
 
 
 def above_0(setting: str, given: float) -> None:
     """Raise `ConfigError` for what is not positive."""
-    if not given > 0:
-        raise ConfigError(f"{setting}={given}: above 0")
+    require(given > 0, setting, given, "above 0")
 
 
 def inside_0_to_1(setting: str, given: float) -> None:
     """Raise `ConfigError` for what is not between 0 and 1."""
-    if not 0 < given < 1:
-        raise ConfigError(f"{setting}={given}: above 0 and below 1")
+    require(0 < given < 1, setting, given, "above 0 and below 1")
 
 
 Natural = Annotated[int, least(0)]

@@ -67,7 +67,10 @@ class Plugin:
 @functools.cache
 def installed() -> Mapping[str, Plugin]:
     """The plugins in use by name. One that cannot be imported is left out, with one line on stderr."""
-    found = {entry.name: plugin for entry in _entries() if (plugin := _load(entry)) is not None}
+    entries = {entry.name: entry for entry in importlib.metadata.entry_points(group=ENTRY_POINTS)}
+    selected = os.environ.get(SELECT, ",".join(entries)).split(",")
+    names = [name for name in sorted({word.strip() for word in selected}) if name in entries]
+    found = {name: plugin for name in names if (plugin := _load(entries[name])) is not None}
     owners: dict[tuple[str, str], str] = {}
     for name, plugin in found.items():
         for kind in ("tasks", "commands"):
@@ -75,15 +78,6 @@ def installed() -> Mapping[str, Plugin]:
                 if (other := owners.setdefault((kind, word), name)) != name:
                     raise ConfigError(f"plugins {other} and {name} both register {kind[:-1]} {word}; uninstall one")
     return found
-
-
-def _entries() -> list[importlib.metadata.EntryPoint]:
-    """Entry points of the plugins that `KVQ_PLUGINS` selects, by name."""
-    selected = os.environ.get(SELECT)
-    entries = {entry.name: entry for entry in importlib.metadata.entry_points(group=ENTRY_POINTS)}
-    if selected is None:
-        return [entries[name] for name in sorted(entries)]
-    return [entries[name] for name in sorted({word.strip() for word in selected.split(",")}) if name in entries]
 
 
 _failures: dict[str, str] = {}

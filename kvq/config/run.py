@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import enum
 import os
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar
@@ -188,17 +187,9 @@ class ModelConfig:
             folder, _, self.gguf = self.path.rpartition("/")
             self.path = folder if folder.startswith(("/", ".", "~", DISTRIBUTION)) else f"./{folder}"
         _check_stored("model.cache_dtype", self.cache_dtype)
-        self._check_memory()
-
-    def _check_memory(self) -> None:
-        """Refuse `max_memory` that is no mapping of devices to sizes, or that comes without `device_map`."""
-        if (given := self.max_memory) is None:
-            return
-        pairs = [f"{device}: {size}" for device, size in given.items()] if isinstance(given, Mapping) else []
-        if not pairs or not all(re.fullmatch(r"(\d+|cpu): \d+(\.\d+)?([KMG]i?B)?", pair) for pair in pairs):
-            raise ConfigError(f"model.max_memory={given}: sizes by device, such as {{0: 20GiB, cpu: 60GiB}}")
-        if self.device_map is None:
-            raise ConfigError("model.max_memory: bounds model.device_map, which is null; use model.device_map=auto")
+        if self.max_memory is not None and (self.device_map is None or not isinstance(self.max_memory, Mapping)):
+            allowed = "sizes by device for model.device_map=auto, such as {0: 20GiB, cpu: 60GiB}"
+            raise ConfigError(f"model.max_memory={self.max_memory}: {allowed}")
 
 
 def trained_with_bos(model: ModelConfig, chat: bool, tokenizer_writes: bool | None = None) -> bool | None:

@@ -11,7 +11,6 @@ import base64
 import hashlib
 import json
 import re
-import shutil
 from importlib.metadata import Distribution, PackageNotFoundError, PackagePath, distribution
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -182,8 +181,8 @@ def _find_distribution(place: str, name: str) -> Distribution:
 
 def _join_once(place: str, pieces: list[PackagePath]) -> Path:
     """The path of the file joined from these pieces, in a folder named by their hashes; joined unless it is there."""
-    digest = hashlib.sha256("".join(_hash(piece) for piece in pieces).encode()).hexdigest()
-    file = cache_folder() / digest[:16] / Path(pieces[0].name).stem
+    hashes = [piece.hash.value if piece.hash else "" for piece in pieces]
+    file = cache_folder() / hashlib.sha256("".join(hashes).encode()).hexdigest()[:16] / Path(pieces[0].name).stem
     if file.is_file():  # appears whole
         return file
     from filelock import FileLock
@@ -192,34 +191,22 @@ def _join_once(place: str, pieces: list[PackagePath]) -> Path:
         file.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(file.with_suffix(".lock")):
             if not file.is_file():
-                _join(place, pieces, file)
+                temporary = file.with_suffix(".tmp")
+                with temporary.open("wb") as joined:
+                    for piece, known in zip(pieces, hashes, strict=True):
+                        joined.write(_piece_of(place, Path(str(piece.locate())), known))
+                temporary.replace(file)
     except OSError as error:
         raise DataError(f"{place}: cannot be joined in {file.parent}: {error.strerror}") from error
     return file
 
 
-def _hash(piece: PackagePath) -> str:
-    """The sha256 of a file in its distribution's RECORD (URL-safe base64 without padding); empty: none is there."""
-    return piece.hash.value if piece.hash else ""
-
-
-def _join(place: str, pieces: list[PackagePath], file: Path) -> None:
-    """Write the pieces one after the other to `file`, atomically, each checked against its hash in RECORD.
-
-    Raises:
-        DataError: a piece is missing or broken; the message begins with the setting `place`.
-    """
-    temporary = file.with_suffix(".tmp")
-    with temporary.open("wb") as joined:
-        for piece in pieces:
-            found = Path(str(piece.locate()))
-            # As a distribution's RECORD writes a sha256.
-            digest = base64.urlsafe_b64encode(hashlib.sha256(found.read_bytes()).digest()) if found.is_file() else b""
-            if digest.rstrip(b"=").decode() != _hash(piece):
-                raise DataError(
-                    f"{place}: the piece {found} is {'broken' if found.exists() else 'missing'}; "
-                    "make real with the same MODELS and PIP_ARGS=--force-reinstall installs it again"
-                )
-            with found.open("rb") as stream:
-                shutil.copyfileobj(stream, joined, 1 << 20)
-    temporary.replace(file)
+def _piece_of(place: str, piece: Path, known: str) -> bytes:
+    """The content of a piece whose sha256 is `known` (as RECORD has it: URL-safe base64 without padding)."""
+    content = piece.read_bytes() if piece.is_file() else b""
+    if base64.urlsafe_b64encode(hashlib.sha256(content).digest()).rstrip(b"=").decode() != known:
+        raise DataError(
+            f"{place}: the piece {piece} is {'broken' if piece.exists() else 'missing'}; "
+            "make real with the same MODELS and PIP_ARGS=--force-reinstall installs it again"
+        )
+    return content

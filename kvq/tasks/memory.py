@@ -34,20 +34,20 @@ from kvq.tasks.measurement import Baseline, Measurement, Task
 KINDS = ("codes", "scales", "norms", "shift", "other", "residual")
 
 
+_KIND_OF = {
+    **dict.fromkeys(("codes", "signs", "values"), "codes"),
+    **dict.fromkeys(("scale", "zero_point", "gain"), "scales"),
+    "residual": "residual",
+    "rest": "norms",
+}
+
+
 def kind_of(part: str) -> str:
     """Which of `KINDS` a stored part belongs to, by its name (`kvq.codecs.packed`) and its stage's."""
     first, *rest = [piece for piece in part.split(".") if piece not in ("high", "low", "base")]
-    if first == "residual":
-        return first
-    if first in ("codes", "signs", "values"):
-        return "codes"
-    if first in ("scale", "zero_point", "gain"):
-        return "scales"
-    if first.startswith("norm") or first == "rest":
+    if first.startswith("norm"):
         return "norms"
-    if rest and rest[0] == "offset":
-        return "shift"
-    return "scales" if rest and rest[0] == "scale" else "other"
+    return _KIND_OF.get(first) or {"offset": "shift", "scale": "scales"}.get(rest[0] if rest else "", "other")
 
 
 def stored_parts(codec: Codec, states: Tensor, block: int | None, rope: Rope | None = None) -> Counter[str]:

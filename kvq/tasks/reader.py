@@ -168,7 +168,8 @@ class Reader:
             prompt = prompts[index]
             start, cache, after = prefixes[-1] if prefixes else (0, self.new_cache(), None)
             cache = cache.fork() if prefixes else cache
-            for length in _beginnings(common, place, start):
+            # Lengths of the prefixes that later prompts share with this one, shortest first.
+            for length in sorted(set(itertools.takewhile(start.__lt__, itertools.accumulate(common[place:], min)))):
                 after = self._add(cache, self.tensor([prompt[start:length]]))
                 prefixes.append((length, cache.fork(), after))
                 start = length
@@ -262,20 +263,6 @@ def forward_tokens(cache: KVCache, most: int) -> int:
 def shared(one: Sequence[int], other: Sequence[int]) -> int:
     """Length of the common prefix."""
     return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
-
-
-def _beginnings(common: Sequence[int], place: int, start: int) -> list[int]:
-    """Lengths above `start`, ascending, of the prefixes that later prompts share with the one at `place`.
-
-    `common[i]` is the length that prompts i and i+1 of the sorted order share.
-    """
-    lengths: list[int] = []
-    for length in common[place:]:
-        if length <= start:
-            break
-        if not lengths or length < lengths[-1]:
-            lengths.append(length)
-    return lengths[::-1]
 
 
 def greedy(logits: Logits) -> Int[Tensor, " batch"]:

@@ -206,8 +206,7 @@ def test_forms_that_a_checkpoint_has_not(asked: dict[str, Any], load_in: str, st
     ("override", "reason"),
     [
         ("model.load_in=3bit", "model.load_in=3bit: one of 4bit, 8bit, gptq, awq"),
-        ("model.max_memory={0: much}", "model.max_memory={0: 'much'}: sizes by device"),
-        ("model.max_memory={0: 20GiB}", "model.max_memory: bounds model.device_map, which is null"),
+        ("model.max_memory={0: 20GiB}", "model.max_memory={0: '20GiB'}: sizes by device for model.device_map=auto"),
         ("model.attn_implementation=''", "model.attn_implementation="),
     ],
 )
