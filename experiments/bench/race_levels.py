@@ -21,7 +21,7 @@ from kvq.results import Store
 from kvq.results.statistics import losses
 
 ROOT = Path(__file__).parents[2]
-FORMATS, WINDOWS = 12, 64
+FORMATS, WINDOWS, TEXT_WINDOWS = 12, 64, 512
 SIZES = [float(place // 2 + 1) for place in range(FORMATS)]  # two formats of each size
 LOSSES = {
     "all equal": np.zeros(FORMATS),
@@ -31,7 +31,7 @@ LOSSES = {
     "one best and smallest": np.array([0.0, *[0.4] * (FORMATS - 1)]),
 }
 """Expected losses by format, in standard deviations of a window's difference."""
-NOISES = ("measured", "normal", "heavy-tailed", "errors like losses", "correlated windows", "skewed")
+NOISES = ("measured", "normal", "heavy-tailed", "errors like losses", "correlated text", "skewed")
 
 
 @functools.cache
@@ -54,8 +54,9 @@ def measured() -> Float[np.ndarray, "formats windows"]:
 def drawn(noise: str, generator: np.random.Generator) -> Float[np.ndarray, "formats windows"]:
     """Noise of mean 0, in part common to all formats.
 
-    `measured`: windows drawn from those on record; `errors like losses` and `skewed` (a chi-square of three degrees):
-    the smaller a format, the noisier.
+    `measured`: windows drawn from those on record; `correlated text`: windows drawn without replacement from a text of
+    512, neighbours of which have a correlation of .5, as `kvq choose` draws them; `errors like losses` and `skewed` (a
+    chi-square of three degrees): the smaller a format, the noisier.
     """
     shape = (FORMATS + 1, WINDOWS)
     if noise == "measured":
@@ -64,10 +65,11 @@ def drawn(noise: str, generator: np.random.Generator) -> Float[np.ndarray, "form
         made = (generator.chisquare(3, shape) - 3) / np.sqrt(6)
     elif noise == "heavy-tailed":
         made = generator.standard_t(3, shape) / np.sqrt(3)
-    elif noise == "correlated windows":
-        made = generator.standard_normal(shape)
-        for at in range(1, WINDOWS):
-            made[:, at] = 0.2 * made[:, at - 1] + np.sqrt(1 - 0.2**2) * made[:, at]
+    elif noise == "correlated text":
+        text = generator.standard_normal((FORMATS + 1, TEXT_WINDOWS))
+        for at in range(1, TEXT_WINDOWS):
+            text[:, at] = 0.5 * text[:, at - 1] + np.sqrt(1 - 0.5**2) * text[:, at]
+        made = text[:, generator.permutation(TEXT_WINDOWS)[:WINDOWS]]
     else:
         made = generator.standard_normal(shape)
     own = made[1:] * (np.linspace(2.0, 0.3, FORMATS)[:, None] if noise in ("skewed", "errors like losses") else 1.0)
@@ -113,6 +115,6 @@ def table(races: int) -> str:
 
 
 if __name__ == "__main__":
-    made = table(int(sys.argv[1]) if len(sys.argv) > 1 else 1000)
+    made = table(int(sys.argv[1]) if len(sys.argv) > 1 else 500)
     (ROOT / "results" / "bench" / "race_levels.md").write_text(made, encoding="utf-8")
     print(made)
