@@ -19,6 +19,9 @@ from kvq.errors import ConfigError, DataError, Unsupported, did_you_mean, requir
 Blocks = Float[Tensor, "*lead heads tokens head_dim"]
 States = Float[Tensor, "batch heads tokens head_dim"]
 
+ELEMENTS_AT_ONCE = 2**24
+"""Elements that are encoded or decoded together, 64 MiB of fp32; a single block may have more."""
+
 
 class Codec:
     """Encodes `[batch, heads, tokens, head_dim]` into stored tensors and back.
@@ -120,14 +123,19 @@ class Codec:
         self._check_rope(rope, tokens)
         size = tokens if block is None else min(block, tokens)
         count, tail = divmod(tokens, size)
-        whole = [(at * size, size, 1) for at in range(count)] if self.quantizer.variable_rows else [(0, size, count)]
+        step = 1 if self.quantizer.variable_rows else _blocks_at_once(batch * heads * size * head_dim)
+        whole = [(at * size, size, min(step, count - at)) for at in range(0, count, step)]
         runs, pieces = [], []
         for start, length, number in (*whole, (count * size, tail, 1)):
             if length and number:
                 blocks = x[:, :, start : start + length * number].unflatten(2, (number, length)).transpose(1, 2)
                 turned = None if rope is None else rope.narrow(start, length * number).blocks(length, number)
                 parts = {name: part.transpose(1, 2) for name, part in self.encode_block(blocks, turned).items()}
-                runs.append(BlockRun(length, number, {name: part.shape[-2] for name, part in parts.items()}))
+                rows = {name: part.shape[-2] for name, part in parts.items()}
+                if not self.quantizer.variable_rows and runs and (runs[-1].tokens, runs[-1].rows) == (length, rows):
+                    runs[-1] = BlockRun(length, runs[-1].count + number, rows)
+                else:
+                    runs.append(BlockRun(length, number, rows))
                 pieces.append({name: part.flatten(2, 3) for name, part in parts.items()})
         parts = pieces[0] if len(pieces) == 1 else {name: torch.cat([p[name] for p in pieces], 2) for name in pieces[0]}
         return Packed(parts, tuple(runs), batch, heads, head_dim, x.dtype)
@@ -151,16 +159,21 @@ class Codec:
             Unsupported: as `encode`.
         """
         self._check_rope(rope, packed.tokens)
-        out, first = [], 0
+        shape = (packed.batch, packed.heads, packed.tokens, packed.head_dim)
+        out, first = next(iter(packed.parts.values())).new_empty(shape, dtype=packed.dtype), 0
         for run, parts in packed.by_run():
-            blocks = run.blocks(parts)
-            shape = Size((packed.batch, run.count, packed.heads, run.tokens, packed.head_dim))
-            length = run.tokens * run.count
-            turned = None if rope is None else rope.narrow(first, length).blocks(run.tokens, run.count)
-            first += length
-            decoded = to_stored(self.decode_block(blocks, shape, _compute_dtype(packed.dtype), turned), packed.dtype)
-            out.append(decoded.transpose(1, 2).reshape(packed.batch, packed.heads, -1, packed.head_dim))
-        return out[0] if len(out) == 1 else torch.cat(out, 2)
+            blocks, size = run.blocks(parts), packed.batch * packed.heads * run.tokens * packed.head_dim
+            for at in range(0, run.count, step := _blocks_at_once(size)):
+                count = min(step, run.count - at)
+                length = run.tokens * count
+                some = {name: part.narrow(1, at, count) for name, part in blocks.items()}
+                turned = None if rope is None else rope.narrow(first, length).blocks(run.tokens, count)
+                of_blocks = Size((packed.batch, count, packed.heads, run.tokens, packed.head_dim))
+                decoded = self.decode_block(some, of_blocks, _compute_dtype(packed.dtype), turned)
+                piece = out.narrow(2, first, length).unflatten(2, (count, run.tokens))
+                piece.copy_(to_stored(decoded, packed.dtype).transpose(1, 2))
+                first += length
+        return out
 
     def encode_block(self, blocks: Blocks, rope: Rope | None = None, dtype: torch.dtype | None = None) -> Parts:
         """Stored parts of blocks, each `[heads, tokens, head_dim]`; rows (dim -2) run along a block's tokens.
@@ -242,6 +255,11 @@ def check_nested(codec: Codec, outer: str, binds: bool = False) -> None:
     if codec.stores_lists:
         kind = type(codec).__name__
         raise Unsupported(f"a {outer} takes a kvq.codecs.Codec, not a {kind}: use {kind} for the codec around it")
+
+
+def _blocks_at_once(elements: int) -> int:
+    """Blocks of so many elements that are encoded or decoded together, so that no long text has a copy in fp32."""
+    return max(1, ELEMENTS_AT_ONCE // elements)
 
 
 def _rope_argument(stage: Stage, rope: Rope | None) -> dict[str, Rope | None]:

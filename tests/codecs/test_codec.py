@@ -81,3 +81,16 @@ def test_encoding_touches_neither_its_input_nor_later_changes_of_it():
         out.zero_()
         assert bool(codec.decode(packed).any())
         x.copy_(before)
+
+
+@given(tokens=st.integers(1, 50), blocks=st.integers(1, 4))
+def test_long_texts_are_coded_in_pieces_of_whole_blocks_as_at_once(tokens, blocks):
+    x, codec = block(2, tokens, 16), oscar()
+    at_once = codec.encode(x, 8)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("kvq.codecs.codec.ELEMENTS_AT_ONCE", blocks * x[:, :, :8].numel())
+        in_pieces = codec.encode(x, 8)
+        assert in_pieces.runs == at_once.runs
+        assert all(torch.equal(in_pieces.parts[name], at_once.parts[name]) for name in at_once.parts)
+        decoded = codec.decode(in_pieces)
+    assert torch.equal(decoded, codec.decode(at_once))
