@@ -63,7 +63,7 @@ sweep: setup ## run a sweep: make sweep SWEEP="method=kivi,nsn bits=2,3"
 	$(BIN)/python run.py -m $(SWEEP)
 
 tables: setup ## write and print the tables of all results, and the papers' tables beside ours; needs no model
-	$(BIN)/python -m kvq.results.pack
+	$(BIN)/kvq pack
 	$(BIN)/python -m kvq.papers --all
 
 figures: setup ## draw every figure that the results allow; needs no model

@@ -110,9 +110,9 @@ class GroupedSweeper(Sweeper):
 
     def jobs(self, overrides):
         """Jobs in the order in which they run."""
-        from kvq.papers.sweep import grouped, product
+        from kvq.papers.sweep import group_jobs, list_jobs
 
-        return grouped(product(overrides))
+        return group_jobs(list_jobs(overrides))
 
 
 _GROUPED = {"_target_": "hydra_plugins.kvq_experiments.GroupedSweeper", "max_batch_size": None, "params": None}
@@ -128,4 +128,4 @@ class ExperimentSweeper(GroupedSweeper):
         """Jobs of the layout that can be composed here."""
         from kvq.papers.sweep import sweep_of
 
-        return [list(job) for job in sweep_of(self.config, overrides).jobs]
+        return [list(job) for job in sweep_of(self.config, overrides)]

@@ -22,7 +22,7 @@ COMMANDS = {
     "papers": "kvq.papers.__main__",
     "figures": "kvq.papers.figures",
     "html": "kvq.report.html",
-    "pack": "kvq.results.pack",
+    "pack": "kvq.results.store",
     "wandb": "kvq.report.wandb",
 }
 """Commands by the word that follows `kvq`, `python -m kvq` or `python run.py`; anything else is a run's settings."""

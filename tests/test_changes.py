@@ -181,7 +181,7 @@ CHANGES = {
         4,
     ),
     "a figure": Change(
-        {"kvq/report/figures/needles.py": behind(FIGURE)},
+        {"kvq/report/figures/perplexity.py": behind(FIGURE)},
         "from kvq.report.figures.every import kinds; assert any(kind.stem == 'half-{run}' for kind in kinds())",
         1,
     ),

@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parents[1]
 STARTS = [["run.py"], *(["-m", module.removesuffix(".__main__")] for module in COMMANDS.values())]
 STARTS += [["-m", "kvq"]]
 """Ways to start a command of kvq that has something to do; `kvq.config.explain` is one only by its name."""
-STARTS = [words for words in STARTS if words[-1] not in ("kvq.config.explain", "kvq.results.pack")]
+STARTS = [words for words in STARTS if words[-1] not in ("kvq.config.explain", "kvq.results.store")]
 MOST_SECONDS = 60.0
 UNIGNORED = "import os, signal, sys; signal.signal(signal.SIGINT, signal.SIG_DFL); os.execv(sys.argv[1], sys.argv[1:])"
 """Python's own way with SIGINT, which what a shell starts in the background inherits as ignored."""

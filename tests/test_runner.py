@@ -184,22 +184,6 @@ def test_a_stale_run_is_said_and_measured_again(
     assert records(tmp_path)["rtn 2"].versions["ppl"] == 1
 
 
-def test_a_plan_estimates_by_runs_of_the_same_protocol(
-    given: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main([*given, "method=rtn", "bits=2", "plan=true"]) == 0
-    assert "time: unknown" in capsys.readouterr().out
-    assert main([*given, "method=rtn", "bits=2"]) == 0
-    for name, seconds in {"rtn 2": 600.0, "fp16": 60.0}.items():
-        record = records(tmp_path)[name].model_dump(mode="json")
-        edit_record(tmp_path, name, provenance=record["provenance"] | {"wall_seconds": {"measure": seconds}})
-    capsys.readouterr()
-    assert main(["-m", *given, "method=rtn,kivi", "bits=3", "plan=true"]) == 0
-    assert "time: about 16 minutes for 2 runs" in capsys.readouterr().out  # rtn's 10, and the median of 10 and 1
-    assert main([*given, "method=rtn", "bits=3", "task.context=80", "plan=true"]) == 0
-    assert "time: unknown" in capsys.readouterr().out
-
-
 def test_a_corrupt_record_is_named_and_measured_again(
     given: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

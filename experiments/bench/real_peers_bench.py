@@ -138,8 +138,7 @@ def show(report: dict[str, Any]) -> None:
 
 def draw(report: dict[str, Any], file: Path) -> None:
     """A row for each cache: speed over its engine's full precision, bytes, divergence."""
-    from kvq.report.figures.drawing import dress, panels, rows_named, titled
-    from kvq.report.figures.style import colour
+    from kvq.report.figures.drawing import colour, dress, name_rows, panels, titled
 
     rows = [(name, label, cell) for name, cells in report["engines"].items() for label, cell in cells.items()]
     names = list(report["engines"])
@@ -160,7 +159,7 @@ def draw(report: dict[str, Any], file: Path) -> None:
             axes[0].text(cell["ratio_median"], place, f" {cell['tokens_per_second']:.0f}/s", va="center", fontsize=5)
         axes[0].axvline(1, color="black", linewidth=0.6)
         axes[2].set_xscale("log")
-        rows_named(axes[0], [f"{name}: {label}" for name, label, _ in rows])
+        name_rows(axes[0], [f"{name}: {label}" for name, label, _ in rows])
         return made
 
     title = f"Decoding behind {report['context']:,} tokens of {report['model']}, {report['threads']} threads"

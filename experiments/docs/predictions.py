@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from experiments.models.state_statistics import mean_of
-from kvq.report.figures.style import COLUMN, colour, figure, image_of, style
+from kvq.report.figures.drawing import COLUMN, colour, image_of, panels, style
 from kvq.results import Record, Store
 from kvq.results.statistics import spearman
 
@@ -95,8 +95,7 @@ def rotation_noise(model: str) -> tuple[list[float], list[str]]:
 def draw(records: Sequence[Record]) -> Figure:
     """Left: what rotating keys does to the noise of logits, by layer. Right: error of attention outputs and loss."""
     with style():
-        made = figure(2, 2.6)
-        noise, order = made.subplots(1, 2)
+        made, (noise, order) = panels(2, 2.6, 1, 2)
         for index, (model, name) in enumerate(REAL.items()):
             ratios, kinds = rotation_noise(model)
             noise.plot(ratios, color=colour(index), lw=0.8, label=name)

@@ -44,7 +44,7 @@ class Plugin:
         settings: module whose `SCHEMAS` has the dataclass of each task's settings by its name, so that composing
             imports no task; None: each is next to its task.
         commands: word after `kvq` -> module whose `main()` runs the command.
-        modules: extension point (`figures`, `kernels`, `limits`, `trellis`) -> modules that serve it when imported.
+        modules: extension point (`figures`, `kernels`, `trellis`) -> modules that serve it when imported.
         renamed: earlier import path of a class, which keys and records keep -> its path now.
         has_versions: its classes that decide numbers have `version: ClassVar[int]`; false: the code of their file names
             their version.

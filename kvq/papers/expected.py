@@ -20,7 +20,7 @@ from typing import Any
 from rich.console import Console
 
 from kvq.config import Config, compose, plugins, resolve, resolve_part
-from kvq.config.explain import COMPOSE_ERRORS, choices, explain
+from kvq.config.explain import COMPOSE_ERRORS, explain
 from kvq.config.identity import by_names
 from kvq.config.layout import LayoutConfig
 from kvq.config.limits import cache_folder
@@ -34,23 +34,24 @@ from kvq.papers.sweep import (
     jobs_of,
     layout_of,
     missing_choices,
-    placed,
+    override_run,
     runs_anywhere,
+    setting_in_file,
     stand_in_of,
-    written,
 )
 from kvq.report.comparisons import read_records
 from kvq.report.tables.experiment_files import fill, grids_of
 from kvq.report.tables.experiments import Asked, CellRun, Experiment, by_signature, signature
+from kvq.report.tables.formats import print_sheet
 from kvq.report.tables.readings import read_reference
-from kvq.report.tables.terminal import print_sheet
 from kvq.results import Store
 from kvq.results.files import write_file
+from kvq.results.presets import cache_by_folder, choices_in_use
 
 
 def names() -> list[str]:
     """Experiments with a table, as `+experiment=` takes them."""
-    return [name for name in choices()["experiment"] if "/" in name]
+    return [name for name in choices_in_use()["experiment"] if "/" in name]
 
 
 @functools.cache
@@ -95,9 +96,9 @@ def experiment_of(name: str, present: Present = frozenset()) -> Experiment | Non
         **{shared: getattr(layout, shared) for shared in _OF_LAYOUT},
         cells=tuple(Asked(cell.labels, cell.metric, _runs(cell.runs, present), cell.reason) for cell in cells),
         runs=len(jobs),
-        baselines=_baselines(jobs),
-        stand_ins={model: _stand_ins(layout, cells, model, present) for model in _small(layout, jobs, present)},
-        waiting=dict(sorted(Counter(missing for job in jobs for missing in missing_choices(job, _choices())).items())),
+        baselines=_count_baselines(jobs),
+        stand_ins={model: _stand_in_cells(layout, cells, model, present) for model in _list_stand_ins(jobs, present)},
+        waiting=dict(sorted(Counter(name for job in jobs for name in missing_choices(job, choices_in_use())).items())),
     )
 
 
@@ -119,43 +120,31 @@ def _digest(present: Present) -> str:
     """A hash of all that decides the experiments: configurations, the code that composes them, what is on record."""
     package = Path(__file__).parents[1]
     code = [*package.glob("config/*.py"), *package.glob("papers/*.py"), *package.glob("report/tables/experiments.py")]
-    choices = [path for folder in plugins.conf_dirs() for path in folder.rglob("*") if path.is_file()]
+    files = [path for folder in plugins.conf_dirs() for path in folder.rglob("*") if path.is_file()]
     digest = hashlib.sha256(repr((sys.version, sorted(present))).encode())
-    for path in sorted([*code, *choices]):
+    for path in sorted([*code, *files]):
         digest.update(f"\0{path.name}\0".encode() + path.read_bytes())
     return digest.hexdigest()[:16]
 
 
-def _choices() -> dict[str, dict[str, str]]:
-    return _choices_with(plugins.folder_in_use())
-
-
-_choices_with = functools.cache(choices)
-
-
-def _small(layout: LayoutConfig, jobs: Iterable[Overrides], present: Present) -> list[str]:
-    """Stand-ins that have runs, a real one first; none for an experiment that is one of such models itself."""
-    if of_no_paper(jobs):
-        return []
-    found = [model for model in sorted({model for model, _ in present}) if _stands_in(layout, model) is not None]
-    return sorted(found, key=is_embedded)
-
-
-def _stands_in(layout: LayoutConfig, model: str) -> dict[str, str] | None:
-    return stand_in_of(layout, model) if model in _choices()["model"] else None
+def _list_stand_ins(jobs: Iterable[Overrides], present: Present) -> list[str]:
+    """Models on record that stand in for a paper's, a real one first; none for an experiment of such models itself."""
+    known = choices_in_use()["model"]
+    found = sorted({model for model, _ in present if model in known and runs_anywhere(model)})
+    return [] if of_no_paper(jobs) else sorted(found, key=is_embedded)
 
 
 def of_no_paper(jobs: Iterable[Overrides]) -> bool:
     """Whether all models that runs name are embedded, installed or drawn states; False where none is named."""
     own = {word.partition("=")[2] for job in jobs for word in job if word.startswith("model=")}
-    return bool(own) and all(model in _choices()["model"] and runs_anywhere(model) for model in own)
+    return bool(own) and all(model in choices_in_use()["model"] and runs_anywhere(model) for model in own)
 
 
 # Overrides that have no effect on full precision.
 _OF_A_METHOD = ("method", "bits=", "residual", "cache.attention=")
 
 
-def _baselines(jobs: Iterable[Overrides]) -> int:
+def _count_baselines(jobs: Iterable[Overrides]) -> int:
     """Number of full-precision runs that are baselines of other runs and have no row of their own."""
     plain: dict[bool, set[Overrides]] = {True: set(), False: set()}
     for job in jobs:
@@ -164,14 +153,14 @@ def _baselines(jobs: Iterable[Overrides]) -> int:
     return len(plain[False] - plain[True])
 
 
-def _stand_ins(layout: LayoutConfig, cells: Iterable[Cell], model: str, present: Present) -> tuple[Asked, ...]:
+def _stand_in_cells(layout: LayoutConfig, cells: Iterable[Cell], model: str, present: Present) -> tuple[Asked, ...]:
     """The cells of a stand-in, whose model runs anywhere; where that runs another task, its main metric is read."""
     asked: set[tuple[Overrides, ...]] = set()
     found: dict[tuple[tuple[str, str], ...], Asked] = {}
-    instead = _stands_in(layout, model) or {}
+    instead = stand_in_of(layout, model) or {}
     for cell in cells:
-        runs = tuple(dict.fromkeys(placed(run, [f"model={model}"], instead) for run in cell.runs))
-        other = {_task(run) for run in cell.runs} != {_task(run) for run in runs}
+        runs = tuple(dict.fromkeys(override_run(run, [f"model={model}"], instead) for run in cell.runs))
+        other = {_task_of(run) for run in cell.runs} != {_task_of(run) for run in runs}
         dropped = {"model", *(layout.metrics if other else ())}
         labels = {axis: label for axis, label in cell.labels.items() if axis not in dropped}
         made = Asked(labels, "" if other else cell.metric, _runs(runs, present), cell.reason)
@@ -181,23 +170,26 @@ def _stand_ins(layout: LayoutConfig, cells: Iterable[Cell], model: str, present:
     return tuple(found.values())
 
 
-def _task(run: Sequence[str]) -> str:
+def _task_of(run: Sequence[str]) -> str:
+    """The task that overrides choose, without its variant: `ppl` of `task=ppl/nsn`; empty where they choose none."""
     return next((word.split("=")[1].partition("/")[0] for word in run if word.startswith("task=")), "")
 
 
 def _runs(runs: Iterable[Overrides], present: Present) -> tuple[CellRun, ...]:
-    return tuple(_run(run, present, plugins.folder_in_use()) for run in runs)
+    """Runs as a cell asks for them; `present` as in `experiment_of`."""
+    return tuple(_cell_run(run, present) for run in runs)
 
 
-@functools.cache
-def _run(run: Overrides, present: Present, own: Path | None) -> CellRun:
-    """A run of a cell, which several cells and tables may share. `own`: the further folder of configurations."""
-    missing = list(missing_choices(run, _choices_with(own)))
+@cache_by_folder
+def _cell_run(run: Overrides, present: Present) -> CellRun:
+    """A run as a cell asks for it, which several cells and tables may share."""
+    missing = list(missing_choices(run, choices_in_use()))
     if missing:
         return CellRun(command(run), waits=f"{', '.join(missing)}: not in this version")
     chosen = {word.partition("=")[0]: word.partition("=")[2] for word in run}
-    wanted = [written(group, chosen[group], "name") if group in chosen else None for group in ("model", "method")]
-    if tuple(wanted) not in _partly(present):
+    groups = ("model", "method")
+    wanted = tuple(setting_in_file(group, chosen[group], "name") if group in chosen else None for group in groups)
+    if wanted not in _present_or_any(present):
         return CellRun(command(run))
     try:
         return CellRun(command(run), _signature(run))
@@ -206,7 +198,7 @@ def _run(run: Overrides, present: Present, own: Path | None) -> CellRun:
 
 
 @functools.cache
-def _partly(present: Present) -> frozenset[tuple[str | None, str | None]]:
+def _present_or_any(present: Present) -> frozenset[tuple[str | None, str | None]]:
     """The pairs of model and method on record; None in the place of either means any."""
     return frozenset(itertools.chain.from_iterable(itertools.product((a, None), (b, None)) for a, b in present))
 
@@ -263,7 +255,8 @@ def print_experiment(name: str, results_dir: str) -> None:
         KvqError: the experiment does not compose, or the published figures cannot be read.
     """
     records = read_records(Store(results_dir))[0]
-    experiment, console = _known(name, frozenset((record.model, record.method) for record in records)), Console()
+    experiment, console = experiment_of(name, frozenset((record.model, record.method) for record in records)), Console()
+    assert experiment is not None  # the command has composed its layout
     for grid in grids_of(fill(experiment, by_signature(records), read_reference())):
         print_sheet(grid, console)
         console.print()
@@ -271,16 +264,11 @@ def print_experiment(name: str, results_dir: str) -> None:
 
 def print_cost(name: str, jobs: int) -> None:
     """Print how many runs were asked for, how many the paper's own experiment has, and what it waits for."""
-    experiment = _known(name)
+    experiment = experiment_of(name)
+    assert experiment is not None  # the command has composed its layout
     full = f"{experiment.runs} runs and {experiment.baselines} of full precision beside them"
     print(f"{name}: {jobs} runs here; in full {full}")
     for choice, runs in experiment.waiting.items():
         print(f"{choice} is not in this version: {runs} of the {experiment.runs} runs wait for it")
     for reason in dict.fromkeys(cell.reason for cell in experiment.cells if cell.reason):
         print(f"cells that cannot be measured: {reason}")
-
-
-def _known(name: str, present: Present = frozenset()) -> Experiment:
-    experiment = experiment_of(name, present)
-    assert experiment is not None  # the command has composed its layout
-    return experiment

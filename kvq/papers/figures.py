@@ -14,8 +14,7 @@ import pandas as pd
 
 from kvq.papers.expected import experiment_of
 from kvq.report.figures import every
-from kvq.report.figures.drawing import GREY, handle, panels, register_figure
-from kvq.report.figures.style import colour
+from kvq.report.figures.drawing import GREY, colour, handle, panels, register_figure
 from kvq.report.tables.experiment_files import Filled, fill
 from kvq.report.tables.experiments import Shown, by_signature
 from kvq.report.tables.readings import read_reference

@@ -5,11 +5,9 @@ from __future__ import annotations
 import functools
 import itertools
 import shlex
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from omegaconf import OmegaConf
 
@@ -19,6 +17,7 @@ from kvq.config.explain import COMPOSE_ERRORS, choices
 from kvq.config.layout import LayoutConfig
 from kvq.config.limits import DISTRIBUTION, EMBEDDED
 from kvq.errors import ConfigError
+from kvq.results.presets import cache_by_folder
 
 if TYPE_CHECKING:
     from hydra.core.override_parser.types import Override
@@ -65,7 +64,7 @@ def _words(overrides: str) -> Overrides:
     return tuple(shlex.split(overrides))
 
 
-def placed(run: Overrides, given: Sequence[str], small: Mapping[str, str]) -> Overrides:
+def override_run(run: Overrides, given: Sequence[str], small: Mapping[str, str]) -> Overrides:
     """A run under the command line's overrides, which win; a choice that is replaced takes its settings with it.
 
     Args:
@@ -83,7 +82,7 @@ def placed(run: Overrides, given: Sequence[str], small: Mapping[str, str]) -> Ov
 
 def jobs_of(cells: Iterable[Cell], given: Sequence[str], small: Mapping[str, str]) -> list[Overrides]:
     """The runs of a table, each once, under the command line's overrides."""
-    return list(dict.fromkeys(placed(run, given, small) for cell in cells for run in cell.runs))
+    return list(dict.fromkeys(override_run(run, given, small) for cell in cells for run in cell.runs))
 
 
 def missing_choices(run: Sequence[str], choices: Mapping[str, Iterable[str]]) -> Iterator[str]:
@@ -104,14 +103,6 @@ _SHARED = (("model=", "model."), ("dataset=", "dataset.", "task=", "task."))
 Job = TypeVar("Job", bound=Sequence[str])
 
 
-@dataclass(frozen=True)
-class ExperimentSweep:
-    """The jobs that can be composed, and the number of jobs that need a choice which this version lacks."""
-
-    jobs: list[Overrides]
-    waiting: dict[str, int]
-
-
 def layout_of(config: DictConfig) -> LayoutConfig:
     """The checked layout of a composed configuration; its `paper` is None where it has none."""
     layout = OmegaConf.to_object(config.layout)
@@ -121,12 +112,12 @@ def layout_of(config: DictConfig) -> LayoutConfig:
 
 def is_embedded(model: str) -> bool:
     """Whether a model ships with the package."""
-    return _path_of(model).startswith(EMBEDDED)
+    return path_of(model).startswith(EMBEDDED)
 
 
 def runs_anywhere(model: str) -> bool:
     """Whether a model is embedded or carried by an installed distribution: it may stand in for a paper's models."""
-    return _path_of(model).startswith((EMBEDDED, DISTRIBUTION))
+    return path_of(model).startswith((EMBEDDED, DISTRIBUTION))
 
 
 def stand_in_of(layout: LayoutConfig, model: str) -> dict[str, str] | None:
@@ -134,39 +125,29 @@ def stand_in_of(layout: LayoutConfig, model: str) -> dict[str, str] | None:
 
     Those of `layout.small`; on a model that an installed distribution carries those of `layout.real` come before them.
     """
-    path = _path_of(model)
-    if path.startswith(DISTRIBUTION):
-        return layout.small | layout.real
-    return layout.small if path.startswith(EMBEDDED) else None
+    if not runs_anywhere(model):
+        return None
+    return layout.small if is_embedded(model) else layout.small | layout.real
 
 
-def _path_of(model: str) -> str:
-    return _path_with(model, plugins.folder_in_use())
-
-
-@functools.cache
-def _path_with(model: str, own: Path | None) -> str:
-    """A model's path; empty where it does not compose. `own`: the further folder of configurations."""
+@cache_by_folder
+def path_of(model: str) -> str:
+    """The `path` of a model by its name; empty where it does not compose."""
     try:
-        return written("model", model, "path") or str(compose([f"model={model}"]).model.path)
+        return setting_in_file("model", model, "path") or str(compose([f"model={model}"]).model.path)
     except COMPOSE_ERRORS:
         return ""  # composing the job says why
 
 
-def written(group: str, choice: str, setting: str) -> str | None:
+@cache_by_folder
+def setting_in_file(group: str, choice: str, setting: str) -> str | None:
     """A setting as the file of a choice has it, such as a model's name; None where it is absent or interpolated."""
-    found = _settings(plugins.folder_in_use(), group, choice).get(setting)
+    file = find(group, choice, *reversed(plugins.conf_dirs()))
+    found = None if file is None else file.read().get(setting)
     return None if found is None or "${" in found else str(found)
 
 
-@functools.cache
-def _settings(own: Path | None, group: str, choice: str) -> dict[str, Any]:
-    """What a choice says itself; nothing where there is none."""
-    found = find(group, choice, *reversed(plugins.conf_dirs(own)))
-    return {} if found is None else found.read()
-
-
-def product(overrides: Iterable[Override]) -> list[list[str]]:
+def list_jobs(overrides: Iterable[Override]) -> list[list[str]]:
     """One job for each combination of the swept values, the last override varying fastest.
 
     Raises:
@@ -184,7 +165,7 @@ def product(overrides: Iterable[Override]) -> list[list[str]]:
     return [list(job) for job in itertools.product(*values.values())]
 
 
-def grouped(jobs: Iterable[Job]) -> list[Job]:
+def group_jobs(jobs: Iterable[Job]) -> list[Job]:
     """Order jobs by model, then by text and task, and keep the order of the rest.
 
     A process holds one model, one text and one full-precision reference at a time (`kvq.models.inputs`): a sweep that
@@ -197,14 +178,12 @@ def grouped(jobs: Iterable[Job]) -> list[Job]:
     return [given[place] for place in sorted(range(len(given)), key=wanted.__getitem__)]
 
 
-def sweep_of(config: DictConfig, overrides: Sequence[Override]) -> ExperimentSweep:
-    """Jobs of the experiment in `config`, for every product of the command line's values."""
+def sweep_of(config: DictConfig, overrides: Sequence[Override]) -> list[Overrides]:
+    """Jobs of the experiment in `config` for every product of the command line's values, of those that compose here."""
     layout = layout_of(config)
     cells, known = cells_of(layout), choices()
     jobs: list[Overrides] = []
-    for given in map(tuple, product(overrides)):
+    for given in map(tuple, list_jobs(overrides)):
         model = next((word.partition("=")[2] for word in given if word.startswith("model=")), "")
         jobs += jobs_of(cells, given, (stand_in_of(layout, model) if model else None) or {})
-    missing = {job: list(missing_choices(job, known)) for job in grouped(dict.fromkeys(jobs))}
-    waiting = Counter(name for names in missing.values() for name in names)
-    return ExperimentSweep([job for job, names in missing.items() if not names], dict(waiting))
+    return [job for job in group_jobs(dict.fromkeys(jobs)) if not any(missing_choices(job, known))]

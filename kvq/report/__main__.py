@@ -16,8 +16,7 @@ from rich.console import Console
 from kvq.report import command
 from kvq.report.comparisons import read_records
 from kvq.report.tables.build import build_tables
-from kvq.report.tables.formats import write_tables
-from kvq.report.tables.terminal import print_table
+from kvq.report.tables.formats import print_table, write_tables
 from kvq.results import Broken, Record, Store
 
 

@@ -1,21 +1,15 @@
-"""Which runs of a store differ by more than noise, tested on the windows and items that they share.
-
-At the end: bits that a run has above a limit, the least loss possible at given bits, at equal loss. A plugin measures
-limits (extension point `limits`) on all keys and values of a text quantized at once, so runs scored so are compared.
-"""
+"""Which runs of a store differ by more than noise, tested on the windows and items that they share."""
 
 from __future__ import annotations
 
-import json
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import combinations, pairwise
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
-from kvq.config.plugins import import_modules
 from kvq.errors import RecordError
 from kvq.report.labels import by_bits, labelled
 from kvq.results import Broken, Record, Store
@@ -257,63 +251,3 @@ def _with_verdicts(record: Record, known: Mapping[str, Record], store: Store, od
     except (RecordError, KeyError, TypeError, ValueError):
         pass
     return record.model_copy(update={"metrics": metrics})
-
-
-Curve = tuple[tuple[float, float], ...]
-"""(bits per element, loss in nats per token), from few bits to many."""
-Limits = Mapping["Conditions", "Limit"]
-
-
-class Conditions(NamedTuple):
-    """What a limit depends on: the model's weights, the text and the tokens of a window."""
-
-    model: str
-    text: str
-    context: int
-
-
-class Limit(NamedTuple):
-    """The least loss at each number of bits, and the note of a table that compares its runs with it."""
-
-    curve: Curve
-    note: str
-
-
-def conditions_of(record: Record) -> Conditions:
-    """The conditions of a run or of a limit. Settings of the model that change no weight are left out."""
-    model = {name: value for name, value in record.config["model"].items() if not name.endswith("dtype")}
-    text = record.provenance.dataset_fingerprint or json.dumps(record.config["dataset"], sort_keys=True)
-    return Conditions(json.dumps(model, sort_keys=True), text, int(record.config["task"]["context"]))
-
-
-def limits_of(records: Sequence[Record], samples: Callable[[Record], list[dict[str, Any]]]) -> dict[Conditions, Limit]:
-    """The limit under each `Conditions` that plugins find in records: the `limits_of` of their modules."""
-    found: dict[Conditions, Limit] = {}
-    for module in import_modules("limits"):
-        found |= module.limits_of(records, samples)
-    return found
-
-
-def limit_of(record: Record, limits: Limits) -> Limit | None:
-    """The limit that a run is measured against; None where there is none or the run quantizes token by token."""
-    task = record.config.get("task") or {}
-    if not limits or record.task != "ppl" or task.get("scoring") != "parallel":
-        return None
-    try:
-        return limits.get(conditions_of(record))
-    except (KeyError, TypeError, ValueError):
-        return None
-
-
-def bits_above(record: Record, curve: Curve) -> float | None:
-    """Measured bits per element minus the bits at which the limit has the run's loss.
-
-    The curve is interpolated in the logarithm of its loss. None where the loss is not above 0, or beyond the curve.
-    """
-    loss, bits = record.metrics.get("delta_nll"), record.metrics.get("bits_per_element")
-    if not curve or loss is None or bits is None:
-        return None
-    rates, losses = np.array(curve).T
-    if not losses[-1] <= loss <= losses[0]:
-        return None
-    return bits - float(np.interp(-np.log(loss), -np.log(losses), rates))

@@ -1,6 +1,7 @@
 """`python -m kvq.report.html`: write the page of a results folder, with the figures drawn before; needs no model.
 
-One file that needs no network: tables, a plot of bits and quality, figures, and where its numbers come from.
+One file that needs no network: tables, a plot of bits and quality, figures, and where its numbers come from. Text of
+records never becomes markup, script or a link.
 """
 
 from __future__ import annotations
@@ -13,11 +14,12 @@ if __name__ == "__main__":
 import argparse
 import base64
 import hashlib
+import json
 import re
 import struct
 import sys
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from importlib import resources
 from pathlib import Path
@@ -26,14 +28,16 @@ from typing import Any, NamedTuple
 from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
+from kvq.config import plugins
 from kvq.errors import RecordError, printable, reason_of
 from kvq.report import command
-from kvq.report.labels import main_model, model_name
-from kvq.report.payload import payload, script_json, shown
+from kvq.report.labels import by_bits, colour_of, main_model, model_name
 from kvq.report.tables.build import build_tables
-from kvq.report.tables.layout import Table, Tables
+from kvq.report.tables.formats import one_line
+from kvq.report.tables.layout import Row, Table, Tables
 from kvq.results import Record, Store
 from kvq.results.files import write_file
+from kvq.results.metrics import METRICS, Metric, metric_of
 from kvq.results.noise import FRONTIER_RULE, NOISE_RULE
 
 _SCRIPTS = ("core.js", "facets.js", "runs.js", "plot.js", "detail.js", "main.js")
@@ -41,8 +45,18 @@ FIGURE_BYTES = 6 * 2**20
 """Most bytes of all figures on the page, those of the main model first; further figures are only named."""
 _MOST_TEXTS = 20
 """Tables whose texts the page shows."""
-# Files of one git checkout have times that differ by less than this.
-_AT_ONCE_SECONDS = 60.0
+# Limits of what the page has of a record, in characters of JSON and in metrics; the page names what it leaves out.
+LONGEST_PART = 32 * 1024
+MOST_METRICS = 200
+_MOST_COLUMNS = 8
+_OF_A_RUN = ("started", "wall_seconds", "peak_memory_bytes")
+_APART = {"key", "metrics", "config", "provenance"}
+"""Fields of a record that the page has of a run itself, or part by part."""
+SIZES = [metric.name for metric in METRICS.values() if metric.role == "size"]
+QUALITY = [metric.name for metric in METRICS.values() if metric.role == "quality"]
+_ARXIV = re.compile(r"\d{4}\.\d{4,5}\Z")
+# Inside a script element these could end it or begin another; in JSON their escapes mean the same.
+_MARKUP = {ord("<"): "\\u003c", ord(">"): "\\u003e", ord("&"): "\\u0026"}
 
 
 class EmbeddedFigure(NamedTuple):
@@ -64,45 +78,33 @@ class Written(NamedTuple):
     warnings: tuple[str, ...]
 
 
-def write_report(store: Store, out: Path, *, tables: Tables | None = None, figures: Path | None = None) -> Written:
-    """Write the page of a store, with the figures that were drawn before.
-
-    Args:
-        store: where the records are.
-        out: the page.
-        tables: those of the store, where they are built already.
-        figures: folder of the figures; None: `figures/` in the results folder.
-    """
-    tables = build_tables(store) if tables is None else tables
+def write_report(store: Store, out: Path) -> Written:
+    """Write the page of a store to `out`, with the figures that were drawn into `figures/` of the results folder."""
+    tables = build_tables(store)
     if not tables.tables:
         raise command.no_records(store)
-    warnings = [f"skipped {broken.path.name}: {broken.reason}" for broken in tables.broken]
+    warnings = tuple(f"skipped {broken.path.name}: {broken.reason}" for broken in tables.broken)
     try:
         main = main_model(row.record for table in tables.tables for row in table.rows)
-        drawn = sorted((store.root / "figures" if figures is None else figures).glob("*.png"))
-        drawn.sort(key=lambda path: f"-{main}-" not in path.name)
-        newest = max(path.stat().st_mtime for path in store.runs.rglob("*.json"))  # when the last record was written
-        if drawn and newest > min(path.stat().st_mtime for path in drawn) + _AT_ONCE_SECONDS:
-            warnings.append("figures: some are older than the newest record; draw them again")
-        content = render(tables, embed(drawn), warnings).encode("utf-8")
+        drawn = sorted((store.root / "figures").glob("*.png"), key=lambda path: (f"-{main}-" not in path.name, path))
+        content = render(tables, embed_figures(drawn), warnings).encode("utf-8")
         write_file(out, content, durable=False)
     except OSError as error:
         raise RecordError(f"report: cannot write '{out}': {reason_of(error)}") from error
-    return Written(out, sum(len(table.rows) for table in tables.tables), len(content), tuple(warnings))
+    return Written(out, sum(len(table.rows) for table in tables.tables), len(content), warnings)
 
 
-def embed(paths: Sequence[Path], room: int = FIGURE_BYTES) -> list[EmbeddedFigure]:
-    """PNG files as figures of the page, until `room` bytes are used."""
+def embed_figures(paths: Sequence[Path], room: int = FIGURE_BYTES) -> list[EmbeddedFigure]:
+    """Read PNG files as figures of the page, their bytes in its text until `room` bytes are used; others are left."""
     found = []
     for path in paths:
         content = path.read_bytes()
-        if not content.startswith(b"\x89PNG\r\n\x1a\n"):
-            continue
-        uri = f"data:image/png;base64,{base64.b64encode(content).decode('ascii')}"
-        width, height = struct.unpack(">II", content[16:24])
-        room -= len(uri)
-        title = re.sub(r"-[0-9a-f]{6,8}$", "", path.stem)
-        found.append(EmbeddedFigure(path.stem, title.replace("-", " · "), uri if room >= 0 else None, width, height))
+        if content.startswith(b"\x89PNG\r\n\x1a\n"):
+            uri = f"data:image/png;base64,{base64.b64encode(content).decode('ascii')}"
+            room -= len(uri)
+            title = re.sub(r"-[0-9a-f]{6,8}$", "", path.stem).replace("-", " · ")
+            size = struct.unpack(">II", content[16:24])
+            found.append(EmbeddedFigure(path.stem, title, uri if room >= 0 else None, *size))
     return found
 
 
@@ -111,20 +113,27 @@ def render(tables: Tables, figures: Sequence[EmbeddedFigure] = (), warnings: Seq
 
     Args:
         tables: every table of a store; those of the main model are shown first.
-        figures: what `embed` made.
+        figures: what `embed_figures` made.
         warnings: lines about what was skipped.
     """
     records = [row.record for table in tables.tables for row in table.rows]
     main = main_model(records)
-    tables = replace(tables, tables=tuple(sorted(tables.tables, key=lambda table: _model(table) != main)))
+
+    def is_of_main(table: Table) -> bool:
+        return bool(table.rows) and model_name(table.rows[0].record.model) == main
+
+    tables = replace(tables, tables=tuple(sorted(tables.tables, key=is_of_main, reverse=True)))
     stale = sum(row.stale for table in tables.tables for row in table.rows)
+    assets = resources.files("kvq.report").joinpath("page")
+    style, template, *scripts = (
+        assets.joinpath(name).read_text(encoding="utf-8") for name in ("page.css", "page.html.j2", *_SCRIPTS)
+    )
     # One function around all scripts, so that they define no global names.
-    scripts = "\n".join(_asset(name) for name in _SCRIPTS)
-    style, script = _asset("page.css"), f'\n(() => {{\n"use strict";\n{scripts}\n}})();\n'
+    script = '\n(() => {{\n"use strict";\n{}\n}})();\n'.format("\n".join(scripts))
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     environment.filters["shown"] = shown
-    return environment.from_string(_asset("page.html.j2")).render(
-        policy=_policy(style, script),
+    return environment.from_string(template).render(
+        policy=_content_policy(style, script),
         frontier_rule=FRONTIER_RULE,
         noise_rule=NOISE_RULE,
         style=Markup(style),
@@ -132,22 +141,18 @@ def render(tables: Tables, figures: Sequence[EmbeddedFigure] = (), warnings: Seq
         data=script_json(payload(tables, main)),
         tables=tables.tables,
         texts=[table for table in tables.tables if table.texts is not None][:_MOST_TEXTS],
-        largest=max(tables.tables, key=lambda table: (_model(table) == main, len(table.rows))),
-        summary=summary(records, stale, len(tables.broken)),
-        dates=days(records),
-        hours=hours(records),
-        environments=environments(records),
+        largest=max(tables.tables, key=lambda table: (is_of_main(table), len(table.rows))),
+        summary=count_records(records, stale, len(tables.broken)),
+        dates=days_of(records),
+        hours=time_of(records),
+        environments=environments_of(records),
         figures=figures,
         warnings=warnings,
     )
 
 
-def _model(table: Table) -> str | None:
-    return model_name(table.rows[0].record.model) if table.rows else None
-
-
-def _policy(style: str, script: str) -> str:
-    """The content security policy: the page fetches nothing and runs no other script or style."""
+def _content_policy(style: str, script: str) -> str:
+    """The content security policy: the page fetches nothing and runs no other script or style than these."""
     hashes = (base64.b64encode(hashlib.sha256(text.encode("utf-8")).digest()).decode() for text in (style, script))
     own_style, own_script = (f"'sha256-{digest}'" for digest in hashes)
     return (
@@ -156,53 +161,50 @@ def _policy(style: str, script: str) -> str:
     )
 
 
-def _asset(name: str) -> str:
-    return resources.files("kvq.report").joinpath("page", name).read_text(encoding="utf-8")
-
-
-def environments(records: Sequence[Record]) -> list[dict[str, Any]]:
-    """Runs of the same code, versions and machine as one line each, those of most runs first."""
+def environments_of(records: Sequence[Record]) -> list[dict[str, Any]]:
+    """A line of the page for each code, set of package versions and machine on which runs were measured, most first."""
     groups: dict[tuple[Any, ...], list[Record]] = defaultdict(list)
     for record in records:
         known = record.provenance
-        versions = tuple(sorted(known.packages.items()))
         machine = (known.python, known.platform, known.cpu, known.device, known.threads)
-        groups[(known.git_commit, known.git_dirty, versions, *machine)].append(record)
-    return [_environment(runs) for runs in sorted(groups.values(), key=lambda runs: (-len(runs), runs[0].key))]
+        groups[(known.git_commit, known.git_dirty, tuple(sorted(known.packages.items())), *machine)].append(record)
+    lines = []
+    for runs in sorted(groups.values(), key=lambda runs: (-len(runs), runs[0].key)):
+        known = runs[0].provenance
+        changed = ", with changes" if known.git_dirty else ""
+        commit = "not from a checkout" if known.git_commit is None else known.git_commit[:12] + changed
+        threads = "1 thread" if known.threads == 1 else f"{known.threads} threads"
+        packages = ", ".join(f"{name} {version}" for name, version in sorted(known.packages.items()))
+        lines.append(
+            {
+                "runs": len(runs),
+                "commit": shown(commit),
+                "versions": shown(packages, 1000),
+                "machine": shown(f"{known.device if known.device != 'cpu' else known.cpu}, {threads}"),
+                "system": shown(f"Python {known.python}, {known.platform}"),
+                "dates": days_of(runs),
+                "hours": time_of(runs),
+            }
+        )
+    return lines
 
 
-def _environment(runs: Sequence[Record]) -> dict[str, Any]:
-    known = runs[0].provenance
-    changed = ", with changes" if known.git_dirty else ""
-    commit = "not from a checkout" if known.git_commit is None else known.git_commit[:12] + changed
-    threads = "1 thread" if known.threads == 1 else f"{known.threads} threads"
-    return {
-        "runs": len(runs),
-        "commit": shown(commit),
-        "versions": shown(", ".join(f"{name} {version}" for name, version in sorted(known.packages.items())), 1000),
-        "machine": shown(f"{known.device if known.device != 'cpu' else known.cpu}, {threads}"),
-        "system": shown(f"Python {known.python}, {known.platform}"),
-        "dates": days(runs),
-        "hours": hours(runs),
-    }
-
-
-def days(records: Sequence[Record]) -> str:
+def days_of(records: Sequence[Record]) -> str:
     """First and last day (UTC) on which the runs were started."""
     found = sorted({record.provenance.started.date() for record in records})
     ends = [f"{day.day} {day:%B %Y}" for day in (found[0], found[-1])] if found else []
     return " – ".join(dict.fromkeys(ends))
 
 
-def hours(records: Sequence[Record]) -> str:
-    """Time that the runs took, together."""
+def time_of(records: Sequence[Record]) -> str:
+    """Time that the runs took, together, in seconds, minutes or hours."""
     seconds = sum(sum(record.provenance.wall_seconds.values()) for record in records)
     if seconds < 90:
         return f"{seconds:.0f}\u202fs"
     return f"{seconds / 60:.0f}\u202fmin" if seconds < 5400 else f"{seconds / 3600:.1f}\u202fh"
 
 
-def summary(records: Sequence[Record], stale: int, broken: int) -> list[tuple[str, str]]:
+def count_records(records: Sequence[Record], stale: int, broken: int) -> list[tuple[str, str]]:
     """The page's counts, as (number, what it counts)."""
     status = Counter(record.status for record in records)
     counts = [
@@ -222,6 +224,166 @@ def summary(records: Sequence[Record], stale: int, broken: int) -> list[tuple[st
         for place, (count, many, one) in enumerate(counts)
         if count or place < always
     ]
+
+
+def script_json(value: Any) -> Markup:
+    """`value` as JSON that is safe between `<script type="application/json">` and its end, in ASCII."""
+    text = json.dumps(value, ensure_ascii=True, allow_nan=False, separators=(",", ":"))
+    return Markup(text.translate(_MARKUP))
+
+
+def shown(text: str, longest: int = 300) -> str:
+    """`text` on one line without control characters or marks that change the direction of writing, cut to `longest`."""
+    line = one_line(text)
+    return line if len(line) <= longest else f"{line[: longest - 1]}…"
+
+
+class ValuePool:
+    """JSON values that many records share, each kept once and named by its index, in the order in which they came."""
+
+    def __init__(self) -> None:
+        self.values: list[Any] = []
+        self._places: dict[str, int] = {}
+
+    def add(self, value: Any) -> int:
+        """Add a JSON value and return its index; one longer than `LONGEST_PART` becomes a sentence that says so."""
+        text = json.dumps(value, sort_keys=True)
+        if len(text) > LONGEST_PART:
+            value = f"left out: {len(text) / 1024:.0f} KiB; the record has it"
+            text = json.dumps(value)
+        if text not in self._places:
+            self._places[text] = len(self.values)
+            self.values.append(value)
+        return self._places[text]
+
+    def add_parts(self, value: Mapping[str, Any]) -> dict[str, int]:
+        """Add the parts of a mapping and return their indices by name."""
+        return {shown(str(name)): self.add(part) for name, part in value.items()}
+
+
+def payload(tables: Tables, main: str | None = None) -> dict[str, Any]:
+    """Everything the page's script reads, as JSON data.
+
+    `runs` have what rows show; `pool` the parts of their records, which `record` of a run names by index.
+    Protocols of the model `main` are marked as `main`.
+    """
+    rows = [(place, row) for place, table in enumerate(tables.tables) for row in table.rows]
+    records, pool = [row.record for _, row in rows], ValuePool()
+    tasks: dict[str, list[Record]] = defaultdict(list)
+    for record in records:
+        tasks[record.task].append(record)
+    metrics = list_metrics(records)
+    kept = set(list(metrics)[:MOST_METRICS])
+    return {
+        "tasks": [
+            {"name": shown(task), "runs": len(runs), "columns": [name for name in _columns_of(runs) if name in kept]}
+            for task, runs in sorted(tasks.items(), key=lambda item: (-len(item[1]), item[0]))
+        ],
+        "metrics": {
+            name: {**metric._asdict(), "title": shown(metric.title, 80), "short": shown(metric.short, 40)}
+            for name, metric in metrics.items()
+            if name in kept
+        },
+        "methods": _methods_of(records),
+        "protocols": [
+            {
+                "slug": table.slug,
+                "main": any(model_name(row.record.model) == main for row in table.rows),
+                "title": shown(table.title),
+                "words": shown(table.words),
+                "lines": [shown(line, 2000) for line in table.protocol],
+            }
+            for table in tables.tables
+        ],
+        "runs": [_run_data(place, row, pool, metrics) for place, row in rows],
+        "pool": pool.values,
+    }
+
+
+def _methods_of(records: Sequence[Record]) -> dict[str, Any]:
+    """Label, colour and paper of each method, those of most runs first.
+
+    A preset (`oscar/cr_only`) has its own label and the paper of the method that it is a preset of, `arxiv` of its
+    file; nothing but the number of an arXiv paper becomes a link.
+    """
+    presets = {choice.name: choice.read() for choice in plugins.all_choices() if choice.group == "method"}
+    counts, found = Counter(record.method for record in records), {}
+    for name in sorted(counts, key=lambda name: (-counts[name], name)):
+        settings = {**presets.get(name.partition("/")[0], {}), **presets.get(name, {})}
+        label, number = settings.get("label"), settings.get("arxiv")
+        arxiv = number if isinstance(number, str) and _ARXIV.match(number) else None
+        found[shown(name)] = {
+            "label": shown(label if isinstance(label, str) and label else name),
+            "colour": colour_of(name),
+            "arxiv": arxiv,
+            "link": f"https://arxiv.org/abs/{arxiv}" if arxiv else None,
+            "paper": f"arXiv {arxiv}" if arxiv else "no paper",
+        }
+    return found
+
+
+def _run_data(place: int, row: Row, pool: ValuePool, metrics: Mapping[str, Metric]) -> dict[str, Any]:
+    """A run of `payload` from its row; `place`: the index of its protocol; `pool` takes the parts of its record."""
+    record = row.record
+    names = shown_metrics(record, metrics)[:MOST_METRICS]
+    bits = by_bits(record.bits)[0]
+    provenance = record.provenance.model_dump(mode="json", exclude_unset=True)  # as it stands in the file
+    run = {
+        "key": record.key,
+        "status": record.status,
+        "reason": shown(record.reason or "", 1000),
+        "task": shown(record.task),
+        "model": shown(model_name(record.model)),
+        "dataset": shown(record.dataset),
+        "method": shown(record.method),
+        "name": shown(row.name),
+        "bits": shown(row.bits),
+        "order": None if bits == float("inf") else bits,
+        "protocol": place,
+        "baseline": row.baseline,
+        "best": row.best,
+        "noise": row.within_noise,
+        "variant": row.variant,
+        "unquantized": row.unquantized,
+        "stale": row.stale,
+        "started": record.provenance.started.isoformat().replace("+00:00", "Z"),
+        "names": pool.add(names),
+        "values": [record.metrics[name] for name in names],
+        "record": {
+            "config": pool.add_parts(record.config),
+            "provenance": pool.add_parts({name: part for name, part in provenance.items() if name not in _OF_A_RUN}),
+            "own": {name: provenance[name] for name in _OF_A_RUN},
+            "fields": pool.add_parts(record.model_dump(mode="json", exclude=_APART, exclude_unset=True)),
+            "left_out": max(len(record.metrics) - MOST_METRICS, 0),
+        },
+    }
+    return run if row.p_value is None else run | {"p": row.p_value}
+
+
+def list_metrics(records: Iterable[Record]) -> dict[str, Metric]:
+    """Every metric of the records by name: sizes and quality first, in their order, the others with their unit.
+
+    The unit is that of the first record; `shown_metrics` leaves out what others give in another.
+    """
+    units: dict[str, str | None] = {}
+    for record in records:
+        for name in record.metrics:
+            units[name] = units.get(name) or record.units.get(name)
+    first = [name for name in (*SIZES, *QUALITY) if name in units]
+    return {name: metric_of(name, units[name]) for name in (*first, *sorted(units.keys() - set(first)))}
+
+
+def shown_metrics(record: Record, metrics: Mapping[str, Metric]) -> list[str]:
+    """Names of a record's metrics that are in the unit under which the page shows them."""
+    return [name for name in record.metrics if record.units.get(name, metrics[name].unit) == metrics[name].unit]
+
+
+def _columns_of(records: Iterable[Record]) -> list[str]:
+    """Metrics that a table of one task shows: quality where the task measures it, else the first that it measured."""
+    names = list(dict.fromkeys(name for record in records for name in record.metrics))
+    quality = [name for name in QUALITY if name in names]
+    rest = [name for name in names if name not in SIZES and not name.endswith("_se")]
+    return (quality or rest)[:_MOST_COLUMNS]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -1,6 +1,7 @@
 """`python -m kvq.report.wandb`: send finished records to Weights & Biases; what is there already is not sent again.
 
-`track` sends one while a sweep measures, and its errors never stop it.
+`track` sends one while a sweep measures, and its errors never stop it. One record is one run there. The view `kvq` of a
+project shows bits against quality, each paper and task, figures, and what sets runs apart.
 """
 
 from __future__ import annotations
@@ -11,16 +12,267 @@ if __name__ == "__main__":
     enter("kvq.report.wandb")
 
 import argparse
+import io
+import itertools
+import json
+import os
+import re
 import sys
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
 
+import yaml
 from tqdm import tqdm
 
 from kvq.config.run import Logger, WandbLogger, WandbMode
-from kvq.errors import KvqError, printable
+from kvq.errors import KvqError, RecordError, one_line, printable
 from kvq.report import command
-from kvq.report.labels import labelled
+from kvq.report.labels import label, labelled, model_name, protocol, protocol_departures
 from kvq.results import Record, Store
+from kvq.results.files import loose_samples, read_samples
+from kvq.results.metrics import METRICS, metric_of
+from kvq.results.record import words_of
+
+VIEW: dict[str, Any] = yaml.safe_load((Path(__file__).parent / "workspace.yaml").read_text(encoding="utf-8"))
+_MULTIRUN = ("-m", "--multirun")
+# What a run's configuration has as the record has it.
+_IN_CONFIG = (
+    *("key", "baseline_key", "task", "model", "dataset", "method", "bits", "status", "reason"),
+    *("units", "versions"),
+)
+
+
+def entry_of(record: Record, group: str | None = None) -> dict[str, Any]:
+    """What `wandb.init` is told of a run; the id follows from its key.
+
+    Args:
+        record: a finished run.
+        group: what it belongs to; None = the sweep whose command made it, where it was one.
+    """
+    fixed = "" if record.baseline_key is None else "fixed rate"
+    own = label(record)
+    name = " ".join(word for word in (own, record.bits or fixed) if word)
+    model, words = model_name(record.model), ", ".join(protocol_departures(record))
+    task = f"{record.task} ({words})" if words else record.task
+    tags = filter(None, (own, record.method, model, record.dataset, record.status))
+    return {
+        "id": record.key[:32],
+        "name": f"{name} · {model} · {record.dataset} · {task}"[:128],
+        "group": group if group is not None else sweep_of(record.provenance.command),
+        "job_type": record.task[:64],
+        "tags": tuple(dict.fromkeys(word[:64] for word in tags)),
+        "config": {name: getattr(record, name) for name in _IN_CONFIG}
+        | {"label": own, "protocol": protocol(record), "settings": record.config}
+        | {"provenance": record.provenance.model_dump(mode="json")},
+    }
+
+
+def sweep_of(command: str) -> str | None:
+    """Name of the sweep that a command started, derived from the command; None for a single run."""
+    words = words_of(command)[1:]
+    if not any(word in _MULTIRUN or word.startswith("+experiment=") for word in words):
+        return None
+    text = " ".join(word for word in words if word not in _MULTIRUN)
+    return re.sub(r"[/\\#?%:]", "-", text)[:128] or None
+
+
+def sample_table(rows: Sequence[Mapping[str, Any]], most: int) -> tuple[list[str], list[list[Any]]]:
+    """Columns and the first `most` rows of a run's samples; what is not a number or text is written as JSON."""
+
+    def plain(value: Any) -> Any:
+        return value if value is None or isinstance(value, str | int | float) else json.dumps(value)
+
+    kept = rows[:most]
+    columns = list(dict.fromkeys(name for row in kept for name in row))
+    return columns, [[plain(row.get(name)) for name in columns] for row in kept]
+
+
+# Nothing of this machine or its checkout is sent besides the record.
+_NOTHING_ELSE = {
+    "silent": True,
+    "console": "off",
+    "disable_git": True,
+    "host": "",
+    "disable_job_creation": True,
+    "save_code": False,
+    "x_disable_stats": True,
+    "x_disable_meta": True,
+    "x_disable_machine_info": True,
+    "x_save_requirements": False,
+}
+
+
+class CannotTrack(KvqError):
+    """Weights & Biases cannot be reached as things are; the message says why, in one line."""
+
+
+@contextmanager
+def _told_in_one_line(what: str = "") -> Iterator[None]:
+    """Whatever the client raises within the block is a `CannotTrack`."""
+    try:
+        yield
+    except KvqError:
+        raise
+    except Exception as error:
+        said = str(error) and one_line(error, 300)
+        raise CannotTrack(f"{what}{type(error).__name__}: {said}") from error
+
+
+class Tracker:
+    """A project of Weights & Biases, to which records of a store are sent.
+
+    Raises:
+        CannotTrack: wandb is not installed, tracking is disabled, or nobody is logged in.
+    """
+
+    def __init__(self, settings: WandbLogger, store: Store) -> None:
+        self._settings, self._store, self.folder = settings, store, store.root / "wandb"
+        os.environ.setdefault("WANDB_SILENT", "true")  # the client's own messages
+        try:
+            import wandb
+
+            self._wandb: Any = wandb
+            _ = wandb.init  # a folder named wandb, which Python takes for a package, has none
+        except (ImportError, AttributeError) as error:
+            raise CannotTrack("wandb is not installed (pip install -e '.[wandb]')") from error
+        if settings.mode is WandbMode.disabled:
+            raise CannotTrack("logger.mode or WANDB_MODE is disabled: nothing is sent")
+        if settings.mode is WandbMode.online:
+            with _told_in_one_line("cannot log in to Weights & Biases: "):
+                known = self._wandb.login(prompt=False)
+            if not known:
+                ways = "wandb login, or WANDB_API_KEY; WANDB_MODE=offline needs none"
+                raise CannotTrack(f"not logged in to Weights & Biases ({ways})")
+
+    def present(self) -> set[str]:
+        """Ids of the runs that the project has; offline of those that wait in the folder."""
+        known = self._settings
+        if known.mode is WandbMode.offline:
+            return {path.name.rpartition("-")[2] for path in self.folder.glob("offline-run-*")}
+        with _told_in_one_line(), suppress(ValueError):  # no such project yet
+            api = self._wandb.Api(timeout=known.timeout)
+            return {run.id for run in api.runs(f"{known.entity or api.default_entity}/{known.project}")}
+        return set()
+
+    def push(self, record: Record) -> None:
+        """Send a record. Sent twice, it is the same run there."""
+        known, timeout = self._settings, self._settings.timeout
+        with _told_in_one_line():
+            self.folder.mkdir(parents=True, exist_ok=True)
+            run = self._wandb.init(
+                project=known.project,
+                entity=known.entity,
+                **entry_of(record, known.group),
+                mode=str(known.mode),
+                dir=str(self._store.root),
+                resume="allow",
+                reinit="create_new",
+                allow_val_change=True,
+                settings=self._wandb.Settings(init_timeout=timeout, x_graphql_timeout_seconds=timeout, **_NOTHING_ELSE),
+            )
+            try:
+                run.summary.update(dict(record.metrics))
+                self._log_media(run, record)
+                run.log_artifact(self._pack_files(record))
+            finally:
+                run.finish(exit_code=1 if record.status == "failed" else 0)
+
+    def _log_media(self, run: Any, record: Record) -> None:
+        """Send the table of samples and the run's figures, all in one step."""
+        from PIL import Image
+
+        from kvq.report.figures.drawing import image_of
+        from kvq.report.figures.every import run_figures  # matplotlib takes seconds to import
+
+        media: dict[str, Any] = {}
+        with suppress(RecordError):  # the numbers are sent without them
+            columns, rows = sample_table(self._store.samples(record.key), self._settings.samples)
+            if rows:
+                media["samples"] = self._wandb.Table(columns=columns, data=rows, allow_mixed_types=True)
+        for name, figure in run_figures(record, self._store):
+            media[f"figures/{name}"] = self._wandb.Image(Image.open(io.BytesIO(image_of(figure))))
+        if media:
+            run.log(media)
+
+    def _pack_files(self, record: Record) -> Any:
+        """Make an artifact of W&B from the files of a record, as they lie under `runs/`."""
+        artifact = self._wandb.Artifact(f"record-{record.key[:32]}", type="record", metadata={"key": record.key})
+        path = self._store.record_path(record.key)
+        artifact.add_file(str(path), name=path.name)
+        samples = loose_samples(path)
+        with suppress(OSError):  # the record is sent without them
+            content = read_samples(samples)
+            with artifact.new_file(samples.name, "wb") as file:
+                file.write(content)
+        return artifact
+
+
+def _sections_of(records: Iterable[Record]) -> dict[str, list[str]]:
+    """Sections by their names, such as `NSNQuant: perplexity`, each with the metrics that have a panel.
+
+    A paper's runs of a task are those of its method and of its variants; a section without records is left out.
+    """
+    metrics: dict[tuple[str, str], set[str]] = defaultdict(set)
+    for record in records:
+        metrics[record.method.partition("/")[0], record.task].update(record.metrics)
+    found = {}
+    for (method, paper), (task, (title, starts)) in itertools.product(VIEW["papers"].items(), VIEW["tasks"].items()):
+        names = sorted(name for name in metrics[method, task] if not name.endswith("_se"))
+        shown = [name for start in starts for name in names if name.startswith(start)]
+        if shown:
+            found[f"{paper}: {title}"] = list(dict.fromkeys(shown))[: VIEW["most_panels"]]
+    return found
+
+
+def workspace_of(settings: WandbLogger, entity: str, records: Iterable[Record] = ()) -> Any:
+    """The view, not yet saved; `records`: the project's runs, whose metrics have panels."""
+    try:
+        import wandb_workspaces.reports.v2 as panels
+        import wandb_workspaces.workspaces as workspaces
+    except ImportError as error:
+        raise CannotTrack("wandb-workspaces is not installed (pip install -e '.[wandb]')") from error
+    summary, config = panels.SummaryMetric, panels.Config
+    plots: list[Any] = [
+        panels.ScatterPlot(title=f"{title} against effective bits", x=summary("effective_bits"), y=summary(name))
+        for name, title in ((name, METRICS[name].title) for name in VIEW["quality"])
+    ]
+    bars: dict[str, list[Any]] = {
+        section: [panels.BarPlot(title=metric_of(name).title, metrics=[panels.Metric(name)]) for name in names]
+        for section, names in _sections_of(records).items()
+    }
+    figures: list[Any] = [panels.MediaBrowser(media_keys=[f"figures/{name}"]) for name in VIEW["figures"]]
+    settings_apart, metrics_apart = VIEW["apart"]
+    apart: list[Any] = [*map(config, settings_apart), *map(summary, metrics_apart)]
+    axes = [panels.ParallelCoordinatesPlotColumn(metric=metric) for metric in apart]
+    return workspaces.Workspace(
+        entity=entity,
+        project=settings.project,
+        name="kvq",
+        sections=[
+            workspaces.Section(name="Bits and quality", panels=plots, is_open=True),
+            *(workspaces.Section(name=section, panels=own) for section, own in bars.items()),
+            workspaces.Section(name="Figures", panels=figures, is_open=True),
+            workspaces.Section(
+                name="What sets runs apart",
+                panels=[panels.ParallelCoordinatesPlot(columns=axes), panels.RunComparer(diff_only="split")],
+            ),
+        ],
+        runset_settings=workspaces.RunsetSettings(pinned_columns=VIEW["columns"]),
+    )
+
+
+def save_workspace(settings: WandbLogger, records: Iterable[Record]) -> str:
+    """Save the view of records in the project and return its address."""
+    with _told_in_one_line("workspace: "):
+        import wandb
+
+        entity = settings.entity or wandb.Api(timeout=settings.timeout).default_entity
+        saved = workspace_of(settings, str(entity), records).save()
+    return str(saved.url)
+
 
 _given_up: set[str] = set()
 _sent: set[str] = set()
@@ -34,20 +286,17 @@ def track(settings: Logger | None, store: Store, record: Record) -> None:
     """
     if not isinstance(settings, WandbLogger) or settings.mode is WandbMode.disabled or _given_up:
         return
-    from kvq.report.tracker import Tracker  # matplotlib and wandb take seconds to import
-
     try:
-        tracker = Tracker(settings, store)
-        baseline = None if record.baseline_key is None else store.get(record.baseline_key)
-        for run in (baseline, record):
-            if run is not None and run.key not in _sent:
-                tracker.push(run)
-                _sent.add(run.key)
-    except Exception as error:
-        said = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
-        reason = str(error) if isinstance(error, KvqError) else said
-        _given_up.add(reason)
-        line = f"warning: logger=wandb: {reason}; runs go on, make wandb-sync sends their records later"
+        with _told_in_one_line():
+            tracker = Tracker(settings, store)
+            baseline = None if record.baseline_key is None else store.get(record.baseline_key)
+            for run in (baseline, record):
+                if run is not None and run.key not in _sent:
+                    tracker.push(run)
+                    _sent.add(run.key)
+    except KvqError as error:
+        _given_up.add(str(error))
+        line = f"warning: logger=wandb: {error}; runs go on, make wandb-sync sends their records later"
         tqdm.write(printable(line), file=sys.stderr)
 
 
@@ -59,12 +308,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--group", help="group of all runs (default: one for each sweep's command)")
     parser.add_argument("--offline", action="store_true", help="write files for `wandb sync` instead")
     parser.add_argument("--workspace", action="store_true", help="save the view 'kvq' in the project too")
-    return command.run(parser.parse_args(arguments), _send)
+    return command.run(parser.parse_args(arguments), _sync)
 
 
-def _send(given: argparse.Namespace) -> int:
-    from kvq.report.tracker import Tracker, save_workspace
-
+def _sync(given: argparse.Namespace) -> int:
+    """Send the finished records of a results folder that the project lacks; `given`: the options of `main`."""
     mode = WandbMode.offline if given.offline else None
     settings = WandbLogger(project=given.project, entity=given.entity, group=given.group, mode=mode)
     store = Store(given.results)

@@ -98,15 +98,10 @@ def units_of(names: Iterable[str], more: Mapping[str, str] | None = None) -> dic
         more: units of metrics that are not listed here, such as another library's; "1": no unit.
     """
     known = dict(more or {}) | {metric.name: metric.unit for metric in METRICS.values()}
-    found = {name: known.get(name) or known.get(_parent_metric(name)) for name in names}
+    found = {name: known.get(name) or known.get(name.partition("[")[0].removesuffix("_se")) for name in names}
     if lacking := [name for name, unit in found.items() if unit is None]:
         raise RecordError(f"metric '{lacking[0]}': no unit is known; add it to METRICS, kvq/results/metrics.csv")
     return {name: unit for name, unit in found.items() if unit is not None}
-
-
-def _parent_metric(name: str) -> str:
-    """The metric that a part (`name[part]`) or a standard error (`name_se`) belongs to."""
-    return name.partition("[")[0].removesuffix("_se")
 
 
 IN_FLIGHT = {"1K": 2**10, "8K": 2**13, "32K": 2**15, "128K": 2**17, "1M": 2**20}

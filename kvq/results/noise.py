@@ -234,7 +234,8 @@ def not_worse_p(ours: Items, theirs: Items, margin: float) -> float | None:
     margin, which cannot fall by it, or scores outside 0 to 1.
     """
     _check_paired(ours, theirs)
-    _check_margin(margin)
+    if not 0 < margin < 1:
+        raise RecordError(f"not_worse: margin={margin:g}; above 0 and below 1")
     binary = _is_binary(ours, theirs)
     fractions = min(ours.min(), theirs.min()) >= 0 and max(ours.max(), theirs.max()) <= 1
     if not fractions or np.mean(theirs) <= margin or len(ours) < needed_for_not_worse(margin, binary):
@@ -281,9 +282,6 @@ def not_worse(lost: int, gained: int, items: int, margin: float) -> float:
         items: all items, flipped or not.
         margin: largest fall of the accuracy that still counts as "not worse", above 0 and below 1.
     """
-    if min(lost, gained) < 0 or lost + gained > items or items < 1:
-        raise RecordError(f"not_worse: lost={lost}, gained={gained} of items={items}")
-    _check_margin(margin)
     losses = np.arange(items + 1)
     enough = _fewest_gains(losses, float(_tango_statistic(lost, gained, items, margin)), items, margin)
 
@@ -336,8 +334,3 @@ def _check_paired(ours: Items, theirs: Items) -> None:
     """Refuse paired scores of different lengths, or of no items."""
     if len(ours) != len(theirs) or not len(ours):
         raise RecordError(f"paired runs need the same items: {len(ours)} against {len(theirs)}")
-
-
-def _check_margin(margin: float) -> None:
-    if not 0 < margin < 1:
-        raise RecordError(f"not_worse: margin={margin:g}; above 0 and below 1")

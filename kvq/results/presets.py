@@ -11,10 +11,9 @@ import functools
 import itertools
 import json
 import re
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+from collections.abc import Callable, Mapping, Sequence
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 from omegaconf import OmegaConf
 
@@ -28,10 +27,23 @@ from kvq.config.tasks import SCHEMAS
 from kvq.errors import ConfigError
 from kvq.results.record import FromPresets, Record, canonical
 
+Found = ParamSpec("Found")
+Kept = TypeVar("Kept")
 
-def preset(group: str, name: str) -> Settings | None:
-    """Settings of a preset of a task, model or dataset; None where there is none or a value is missing."""
-    return _load_settings(plugins.folder_in_use(), group, name)
+
+def cache_by_folder(function: Callable[Found, Kept]) -> Callable[Found, Kept]:
+    """`functools.cache` of a function of configurations: what it gives is kept for each folder of `--config-dir`."""
+
+    @functools.cache
+    def kept(_: object, *given: Any) -> Any:
+        return function(*given)  # type: ignore[call-arg]
+
+    @functools.wraps(function)
+    def asked(*given: Found.args, **_: Found.kwargs) -> Kept:
+        found: Kept = kept(plugins.folder_in_use(), *given)
+        return found
+
+    return asked
 
 
 def model_path(name: str) -> str:
@@ -39,32 +51,31 @@ def model_path(name: str) -> str:
     return str((preset("model", name) or {}).get("path", ""))
 
 
-# Each is composed once. `own`: the further folder of configurations.
-@functools.cache
-def _composed(own: Path | None, group: str, name: str) -> Any:
+choices_in_use = cache_by_folder(choices)
+
+
+@cache_by_folder
+def _compose_preset(group: str, name: str) -> Any:
     """A configuration with a preset in it; None where the name has no file or it does not compose."""
     chosen = [f"{group}={name}"]
-    if name in _choices(own)[group]:  # the name may be a record's, of no preset
+    if name in choices_in_use()[group]:  # the name may be a record's, of no preset
         with contextlib.suppress(*COMPOSE_ERRORS):
             return compose(chosen)
     return None
 
 
-@functools.cache
-def _load_settings(own: Path | None, group: str, name: str) -> Settings | None:
-    """The canonical settings of a preset; None where it does not compose or a mandatory value is missing."""
-    whole = _composed(own, group, name)
+@cache_by_folder
+def preset(group: str, name: str) -> Settings | None:
+    """Canonical settings of a preset of a task, model or dataset; None where there is none or a value is missing."""
+    whole = _compose_preset(group, name)
     found = None if whole is None else whole[group]
     if found is None or OmegaConf.missing_keys(found):
         return None
     return dict(canonical(OmegaConf.to_container(found, enum_to_str=True)))
 
 
-_choices = functools.cache(choices)
-
-
-@functools.cache
-def _canonical(own: Path | None, name: str, bits: str, scoring: str | None) -> Settings | None:
+@cache_by_folder
+def _canonical_method(name: str, bits: str, scoring: str | None) -> Settings | None:
     """`method` and `residual` of a preset as `kvq.config.identity` writes them; None where it does not compose.
 
     Args:
@@ -72,7 +83,7 @@ def _canonical(own: Path | None, name: str, bits: str, scoring: str | None) -> S
         bits: as a record labels them; empty: a fixed rate.
         scoring: of the task, which may quantize at once.
     """
-    if (whole := _composed(own, "method", name)) is None:
+    if (whole := _compose_preset("method", name)) is None:
         return None
     try:
         whole.bits = bits or 3
@@ -102,10 +113,11 @@ def departures(found: Settings, preset: Settings) -> list[str]:
         preset: the same settings of the preset at the run's bits.
     """
     ours, theirs = part_of(found, "method"), part_of(preset, "method")
+    residuals = part_of(found, "residual"), part_of(preset, "residual")
     sides = {side: _codec_departures(ours.get(side), theirs.get(side)) for side in SIDES}
-    parts = _join_sides({side: part[0] for side, part in sides.items()}, "{sign} {side}.{name}", "{sign} {name}")
-    parts += _join_sides({side: part[1] for side, part in sides.items()}, "{side} {name}", "{name}")
-    parts += _residual_departures(part_of(found, "residual"), part_of(preset, "residual"))
+    parts = _join_sides({side: stages for side, (stages, _) in sides.items()}, ".")
+    parts += _join_sides({side: words for side, (_, words) in sides.items()}, " ")
+    parts += _join_sides({side: _residual_departures(*(one.get(side) for one in residuals)) for side in SIDES}, " ")
     rest = [{name: part for name, part in method.items() if name not in SIDES} for method in (ours, theirs)]
     parts += _other_departures(*rest)
     others = {
@@ -174,62 +186,53 @@ def _ranges(numbers: Sequence[int]) -> list[str]:
     return out
 
 
-def _join_sides(sides: Mapping[str, Sequence[tuple[str, str]]], one: str, both: str) -> list[str]:
-    """Name the side of words that hold for keys or for values; those of both appear once, without a side."""
-    shared = [word for word in sides["key"] if word in sides["value"]]
-    out = [both.format(sign=sign, name=name) for sign, name in shared]
-    for side in SIDES:
-        own = [word for word in sides[side] if word not in shared]
-        out += [one.format(sign=sign, name=name, side=side) for sign, name in own]
-    return out
+def _join_sides(words: Mapping[str, Sequence[str]], after: str) -> list[str]:
+    """Words for keys and for values as one list: those of both once, the others with `key` or `value` in place of `@`.
+
+    `after`: what follows the name of the side.
+    """
+    shared = [word for word in words["key"] if word in words["value"]]
+    own = [word.replace("@", side + after, 1) for side in SIDES for word in words[side] if word not in shared]
+    return [*(word.replace("@", "", 1) for word in shared), *own]
 
 
-def _codec_departures(ours: Any, theirs: Any) -> tuple[list[tuple[str, str]], list[tuple[str, str]]]:
-    """Stages that were removed or added, as (sign, name), and other changed settings, as ("", words)."""
+def _codec_departures(ours: Any, theirs: Any) -> tuple[list[str], list[str]]:
+    """Stages of a codec that were removed (`− @norm`) or added, and its other changed settings, for `_join_sides`."""
     if not isinstance(ours, Mapping) or not isinstance(theirs, Mapping):
-        if ours is None and theirs is None:
-            return [], []
-        return [], [("", "in full precision" if ours is None else "quantized" if theirs is None else "codec")]
-    stages = part_of(ours, "stages"), part_of(theirs, "stages")
-    changes = [("−", name) for name in stages[1] if name not in stages[0]]
-    changes += [("+", name) for name in stages[0] if name not in stages[1]]
-    words: list[str] = []
-    kept = [name for name in stages[0] if name in stages[1]]
-    for name in kept:
-        words += _changed_settings(stages[0][name], stages[1][name], f"{name}.")
-    pairs = zip((ours, theirs), stages, strict=True)
-    orders = [[name for name in codec.get("order") or names if name in kept] for codec, names in pairs]
-    if orders[0] != orders[1]:
-        words.append(f"order {', '.join(orders[0])}")
-    words += _changed_settings(part_of(ours, "quantizer"), part_of(theirs, "quantizer"), "")
-    rest = [{name: part for name, part in codec.items() if name not in _CODEC} for codec in (ours, theirs)]
-    words += _changed_settings(rest[0], rest[1], "")
-    return changes, [("", word) for word in words]
+        words = "@in full precision" if ours is None else "@quantized" if theirs is None else "@codec"
+        return [], [words] if ours is not theirs else []
+    mine, preset = part_of(ours, "stages"), part_of(theirs, "stages")
+    changes = [f"− @{name}" for name in preset if name not in mine]
+    changes += [f"+ @{name}" for name in mine if name not in preset]
+    kept = [name for name in mine if name in preset]
+    words = [word for name in kept for word in _changed_settings(mine[name], preset[name], f"{name}.")]
+    pairs = ((ours, mine), (theirs, preset))
+    order, usual = ([name for name in codec.get("order") or names if name in kept] for codec, names in pairs)
+    words += [f"order {', '.join(order)}"] if order != usual else []
+    words += _changed_settings(part_of(ours, "quantizer"), part_of(theirs, "quantizer"))
+    words += _changed_settings(*({k: part for k, part in codec.items() if k not in _CODEC} for codec in (ours, theirs)))
+    return changes, [f"@{word}" for word in words]
 
 
-def _changed_settings(ours: Any, theirs: Any, prefix: str) -> list[str]:
+def _changed_settings(ours: Any, theirs: Any, prefix: str = "") -> list[str]:
     """Settings of a part that differ from the preset's; settings that the record lacks are left out."""
     mine, preset = (dict(flatten(part)) for part in (ours, theirs))
     changed = [(name, value) for name, value in mine.items() if preset.get(name) != value]
     return [in_words(prefix + ("codec" if name == "_target_" else name), value) for name, value in changed]
 
 
-def _residual_departures(ours: Settings, theirs: Settings) -> list[str]:
-    """Words for a residual other than the preset's (`key residual sliding`), of sides quantized in both."""
-    words: dict[str, list[tuple[str, str]]] = {side: [] for side in SIDES}
-    for side in SIDES:
-        mine, preset = ours.get(side), theirs.get(side)
-        if not isinstance(mine, Mapping) or not isinstance(preset, Mapping):
-            continue
-        policy, size = mine.get("policy"), mine.get("size")
-        changed = [policy] if policy != preset.get("policy") else []
-        changed += [size] if size is not None and size != preset.get("size") else []
-        if changed:
-            words[side].append(("", f"residual {' '.join(map(str, changed))}"))
-        if mine.get("prefill_block") != preset.get("prefill_block"):
-            blocks = "one block" if mine.get("prefill_block") == "whole" else "blocks"
-            words[side].append(("", f"prefill in {blocks}"))
-    return _join_sides(words, "{side} {name}", "{name}")
+def _residual_departures(ours: Any, theirs: Any) -> list[str]:
+    """Words for a side's residual other than the preset's (`@residual sliding`); none unless both quantize the side."""
+    if not isinstance(ours, Mapping) or not isinstance(theirs, Mapping):
+        return []
+    policy, size, words = ours.get("policy"), ours.get("size"), []
+    changed = [policy] if policy != theirs.get("policy") else []
+    changed += [size] if size is not None and size != theirs.get("size") else []
+    if changed:
+        words.append(f"@residual {' '.join(map(str, changed))}")
+    if ours.get("prefill_block") != theirs.get("prefill_block"):
+        words.append(f"@prefill in {'one block' if ours.get('prefill_block') == 'whole' else 'blocks'}")
+    return words
 
 
 def _other_departures(ours: Settings, theirs: Settings) -> list[str]:
@@ -259,14 +262,14 @@ def settings_of(record: Record) -> dict[str, str]:
     flat = dict(flatten({name: value for name, value in record.config.items() if name not in PROTOCOL}))
     merged: dict[str, str] = {}
     for name, value in flat.items():
-        other, shared = _of_both_sides(name)
+        other, shared = _without_side(name)
         merged[shared if flat.get(other) == value else name] = value
     return merged
 
 
 @functools.cache
-def _of_both_sides(name: str) -> tuple[str, str]:
-    """The same setting of the other side, and its name without a side."""
+def _without_side(name: str) -> tuple[str, str]:
+    """The dotted name of a setting of keys or values, for the other side and without a side."""
     other = re.sub(r"(^|\.)(key|value)\.", lambda m: f"{m[1]}{'value' if m[2] == 'key' else 'key'}.", name, count=1)
     return other, re.sub(r"(^|\.)(key|value)\.", r"\1", name, count=1)
 
@@ -314,7 +317,7 @@ def _method_departures(record: Record) -> list[str]:
     scoring = part_of(record.config, "task").get("scoring")
     bits = _preset_bits(record.bits, method.get("bits_by_layer"))
     scoring = scoring if isinstance(scoring, str) else None
-    known = _canonical(plugins.folder_in_use(), record.method, bits, scoring)
+    known = _canonical_method(record.method, bits, scoring)
     return [] if known is None else departures(record.config, known)
 
 
@@ -345,10 +348,10 @@ def _protocol_departures(run: Record) -> list[str]:
 
 def _added_by_variants(task: str) -> Settings:
     """Settings of the choices that are variants of a task and record its name, without the names that tell variants."""
-    found = (preset("task", choice) for choice in _choices(plugins.folder_in_use())["task"])
+    found = (preset("task", choice) for choice in choices_in_use()["task"])
     added = [settings for settings in found if settings is not None and settings.get("name") == task]
-    sections = {name: part for settings in added for name, part in settings.items() if isinstance(part, Mapping)}
-    return {name: {key: value for key, value in part.items() if key != "name"} for name, part in sections.items()}
+    parts = ((name, part) for settings in added for name, part in settings.items() if isinstance(part, Mapping))
+    return {name: {key: value for key, value in part.items() if key != "name"} for name, part in parts}
 
 
 def cache_dtype(run: Record) -> str:
@@ -388,10 +391,9 @@ def _is_diagnostic(task: str) -> bool:
 def _compared_settings(settings: Mapping[str, Any], wanted: Sequence[str] | None) -> dict[str, str | None]:
     """Settings as JSON text by dotted name, of those in `wanted` (None: all) and not in `_NOT_SAID`."""
     kept = {name: part for name, part in settings.items() if name not in _NOT_SAID and (not wanted or name in wanted)}
-    if kept.get("windows") == "disjoint":
+    if kept.get("windows") == "disjoint" or kept.get("stride") is None:
         kept.pop("stride", None)
-    leaves = {name: None if value in ("null", "[]", "{}") else value for name, value in flatten(kept)}
-    return {name: value for name, value in leaves.items() if name != "stride" or value is not None}
+    return {name: None if value in ("null", "[]", "{}") else value for name, value in flatten(kept)}
 
 
 def parse_label(bits: str) -> tuple[float, float] | None:

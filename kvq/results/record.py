@@ -8,7 +8,7 @@ import math
 import re
 import shlex
 from collections.abc import Mapping
-from datetime import UTC, datetime
+from datetime import UTC
 from typing import Annotated, Any, Final, Literal, NoReturn
 
 from pydantic import (
@@ -62,21 +62,8 @@ def canonical(value: Any, where: str = "config") -> Any:
 
 def run_key(config: Mapping[str, Any]) -> str:
     """Return the key of a run: 64 hex digits, the SHA-256 of the canonical JSON of `config` (keys sorted)."""
-    return _digest(canonical(config))
-
-
-def _digest(config: dict[str, Any]) -> str:
-    """SHA-256 (hex) of canonical settings as JSON with sorted keys."""
-    text = json.dumps(config, sort_keys=True, separators=(",", ":"), allow_nan=False)
+    text = json.dumps(canonical(config), sort_keys=True, separators=(",", ":"), allow_nan=False)
     return hashlib.sha256(text.encode("ascii")).hexdigest()
-
-
-def _to_utc(moment: datetime) -> datetime:
-    """The same moment in UTC; `ValueError` where it lies beyond the dates that exist."""
-    try:
-        return moment.astimezone(UTC)
-    except OverflowError as error:  # in the first or the last day that a date can name
-        raise ValueError(f"{moment.isoformat()} has no date in UTC") from error
 
 
 def _check_number(value: Any) -> Any:
@@ -115,7 +102,7 @@ class Provenance(_Frozen):
     )
     model_fingerprint: str | None = Field(description="null when the run ended before the model was loaded")
     command: str
-    started: Annotated[AwareDatetime, AfterValidator(_to_utc)]
+    started: Annotated[AwareDatetime, AfterValidator(lambda moment: moment.astimezone(UTC))]
     wall_seconds: dict[str, Number] = Field(description="phase -> seconds")
     peak_memory_bytes: int | None = Field(description="peak of this run; null where it cannot be measured per run")
     seed: int
@@ -171,7 +158,7 @@ class Record(_Frozen):
     @model_validator(mode="after")
     def _key_names_config(self) -> Record:
         """Refuse a key that is not the hash of `config` (`run_key`)."""
-        expected = _digest(self.config)
+        expected = run_key(self.config)
         if self.key != expected:
             raise ValueError(f"key {self.key[:12]!r}... does not name this config (expected {expected[:12]}...)")
         return self
@@ -202,24 +189,21 @@ def parse_record(content: bytes) -> Record:
     """Read what `dump_record` wrote."""
     try:
         data = json.loads(content.decode("utf-8"), parse_constant=refuse_constant)
-    except RecursionError:
-        raise RecordError("not a record: nested too deeply") from None
-    except ValueError as error:
-        raise RecordError(f"not valid JSON: {' '.join(str(error).split())}") from None
-    if not isinstance(data, dict):
-        raise RecordError("not a record: the top level is not an object")
-    if data.get("schema_version") != SCHEMA_VERSION:
-        raise RecordError(f"schema_version is {data.get('schema_version')!r:.40}; this kvq reads {SCHEMA_VERSION}")
-    try:
+        if not isinstance(data, dict):
+            raise RecordError("not a record: the top level is not an object")
+        if data.get("schema_version") != SCHEMA_VERSION:
+            raise RecordError(f"schema_version is {data.get('schema_version')!r:.40}; this kvq reads {SCHEMA_VERSION}")
         record = Record.model_validate(data)
-        check_finite(record)
-    except ValidationError as error:
+    except ValidationError as error:  # a ValueError too
         first = error.errors(include_url=False, include_input=False)[0]
         where = ".".join(str(part) for part in first["loc"]) or "record"
         more = f" (and {error.error_count() - 1} more)" if error.error_count() > 1 else ""
         raise RecordError(f"{where}: {' '.join(first['msg'].split())}{more}") from None
-    except RecursionError:
-        raise RecordError("not a record: nested too deeply") from None
+    except ValueError as error:
+        raise RecordError(f"not valid JSON: {' '.join(str(error).split())}") from None
+    except (RecursionError, OverflowError) as error:  # nested too deeply; a date that is none in UTC
+        raise RecordError(f"not a record: {error}") from None
+    check_finite(record)
     return record
 
 

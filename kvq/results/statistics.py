@@ -4,8 +4,7 @@ Consecutive windows of one text are correlated, so the bootstrap draws blocks of
 jackknife and the bootstrap for general stationary observations"). The difficulty of the text is common to two runs on
 the same windows and cancels in their per-window difference. These are errors to show; whether losses differ is
 tested for all rows of a table together (`kvq.results.noise`). Items of a task are independent: `paired_mean` draws them
-one by one, `flips` and `mcnemar` compare right and wrong answers, and `noise` tests
-differences. At the end: sets of points of which less is better, which are beaten and what they dominate.
+one by one, `flips` and `mcnemar` compare right and wrong answers, and `noise` tests differences.
 """
 
 from __future__ import annotations
@@ -79,8 +78,6 @@ def delta_nll(nll: Windows, baseline_nll: Windows, tokens: Windows, **drawn: int
         The token-weighted mean difference; its standard error, scaled by sqrt(B/(B-1)) for B blocks, because the plain
         bootstrap divides by B and is too small for few blocks; the 95% percentile interval.
     """
-    if len(nll) != len(baseline_nll):
-        raise RecordError(f"paired runs need the same windows: {len(nll)} against {len(baseline_nll)}")
     return _bootstrap(np.subtract(nll, baseline_nll, dtype=np.float64), tokens, _ratio, **drawn)
 
 
@@ -143,12 +140,9 @@ def _bootstrap(
         block: consecutive windows that are drawn together.
     """
     counts = np.asarray(tokens, dtype=np.float64)
-    if block < 1 or resamples < 2:
-        raise RecordError(f"bootstrap: block={block}, resamples={resamples}; allowed are block >= 1, resamples >= 2")
-    if len(sums) == 0 or len(sums) != len(counts):
-        raise RecordError(f"bootstrap: {len(sums)} losses for {len(counts)} windows; need one of each, at least one")
-    if not counts.min() > 0:
-        raise RecordError(f"bootstrap: a window with {counts.min():g} scored tokens; each needs at least one")
+    if block < 1 or resamples < 2 or not len(sums) == len(counts) > 0 or not counts.min() > 0:
+        what = f"block={block}, resamples={resamples}, {len(sums)} losses for {len(counts)} windows"
+        raise RecordError(f"bootstrap: {what}; block >= 1, resamples >= 2, one of each window and scored tokens in all")
     starts = np.arange(0, len(sums), block)
     blocks = (np.add.reduceat(sums, starts), np.add.reduceat(counts, starts))
     value = float(statistic(*blocks))
@@ -191,8 +185,6 @@ class Flips(NamedTuple):
 
 def flips(correct: Sequence[bool], baseline: Sequence[bool]) -> Flips:
     """Count the items whose outcome changed between two runs; equal accuracies can hide changed answers."""
-    if len(correct) != len(baseline) or not len(correct):
-        raise RecordError(f"paired runs need the same items: {len(correct)} against {len(baseline)}")
     pairs = [(bool(before), bool(now)) for now, before in zip(correct, baseline, strict=True)]
     return Flips(*(pairs.count(pair) for pair in ((True, True), (True, False), (False, True), (False, False))))
 
@@ -202,8 +194,6 @@ def mcnemar(lost: int, gained: int) -> float:
 
     Given that an item flipped, either direction has probability 1/2 (McNemar, 1947). 1.0 where nothing flipped.
     """
-    if min(lost, gained) < 0:
-        raise RecordError(f"mcnemar: lost={lost}, gained={gained}; counts are not negative")
     return float(scipy.stats.binomtest(lost, lost + gained, 0.5).pvalue) if lost + gained else 1.0
 
 
@@ -212,16 +202,12 @@ def paired_mean(values: Items, baseline: Items, **drawn: int) -> Estimate:
 
     Arguments as in `delta_nll`; a positive result means `values` is higher.
     """
-    if len(values) != len(baseline):
-        raise RecordError(f"paired runs need the same items: {len(values)} against {len(baseline)}")
     difference = np.subtract(values, baseline, dtype=np.float64)
     return _bootstrap(difference, np.ones(len(difference)), _ratio, **drawn, block=1)
 
 
 def holm(p_values: Mapping[Name, float]) -> dict[Name, float]:
     """p-values by name, corrected for multiple tests (Holm, 1979); valid under any dependence."""
-    if bad := {name: p for name, p in p_values.items() if not 0 <= p <= 1}:
-        raise RecordError(f"holm: {bad} are not probabilities")
     corrected, largest = {}, 0.0
     for rank, (name, p) in enumerate(sorted(p_values.items(), key=lambda item: item[1])):
         largest = max(largest, min(1.0, (len(p_values) - rank) * p))
@@ -249,8 +235,6 @@ _MOST_ORDERED = 8
 
 def spearman(x: Sequence[float], y: Sequence[float]) -> Correlation:
     """Spearman's rank correlation; its interval by Fisher's z with the variance of Bonett and Wright (2000)."""
-    if len(x) != len(y):
-        raise RecordError(f"rank correlation: {len(x)} and {len(y)} values; they come in pairs")
     if len(x) < 3 or len(set(x)) < 2 or len(set(y)) < 2:
         return Correlation(len(x), None)
     found = scipy.stats.spearmanr(x, y)
@@ -277,42 +261,5 @@ def divergence_metrics(kl: Num[np.ndarray, " tokens"]) -> dict[str, float]:
     Of n tokens the 99.9th percentile stands on n / 1000 and the largest on one; `scored_tokens` of the record says n.
     """
     values = kl.astype(np.float64)
-    p99, p999 = np.quantile(values, [0.99, 0.999])
-    return {
-        "kl_mean": float(values.mean()),
-        "kl_p99": float(p99),
-        "kl_p999": float(p999),
-        "kl_max": float(values.max()),
-    }
-
-
-def dominated(points: Sequence[Sequence[float]]) -> list[bool]:
-    """Of each point, whether another is at least as good in every coordinate and better in one."""
-    return [
-        any(all(a <= b for a, b in zip(other, own, strict=True)) and list(other) != list(own) for other in points)
-        for own in points
-    ]
-
-
-def hypervolume(points: Sequence[Sequence[float]], worst: Sequence[float]) -> float:
-    """Volume that points dominate within the box from 0 to `worst`, as a share of the box; 1: a point at 0.
-
-    Coordinates below 0 count as 0. By slices along the last coordinate.
-    """
-    inside = [[max(value, 0.0) for value in point] for point in points]
-    inside = [point for point in inside if all(value < most for value, most in zip(point, worst, strict=True))]
-    return _volume(inside, list(worst)) / math.prod(worst)
-
-
-def _volume(points: list[list[float]], worst: list[float]) -> float:
-    """Volume between `points` and the corner `worst` that they dominate, by slices along the last coordinate."""
-    if not points:
-        return 0.0
-    if len(worst) == 1:
-        return worst[0] - min(point[0] for point in points)
-    heights = sorted({point[-1] for point in points})
-    total = 0.0
-    for low, high in zip(heights, [*heights[1:], worst[-1]], strict=True):
-        slice_ = [point[:-1] for point in points if point[-1] <= low]
-        total += (high - low) * _volume(slice_, worst[:-1])
-    return total
+    p99, p999 = np.quantile(values, [0.99, 0.999]).tolist()
+    return {"kl_mean": float(values.mean()), "kl_p99": p99, "kl_p999": p999, "kl_max": float(values.max())}

@@ -109,15 +109,14 @@ def is_stale(record: Record) -> bool:
 def staleness() -> Callable[[Record], bool]:
     """Make an `is_stale` for many records: it reads each file outside the package once."""
     now = functools.cache(_current_version)
-    return lambda record: any(now(name) != version for name, version in _deciding_versions(record))
 
+    def raised(record: Record) -> bool:
+        """Whether a version is another now; of a task outside the package, the hash of its file if there is one."""
+        hashed = any(isinstance(version, str) for version in record.versions.values())
+        left_out = record.task if hashed and record.task not in declared_versions() else None
+        return any(now(name) != version for name, version in record.versions.items() if name != left_out)
 
-def _deciding_versions(record: Record) -> Iterator[tuple[str, int | str]]:
-    """The versions that decide whether a record is stale: of a task outside the package, the hash of its file."""
-    by_file = record.task not in declared_versions() and any(
-        isinstance(version, str) for version in record.versions.values()
-    )
-    return ((name, version) for name, version in record.versions.items() if not (by_file and name == record.task))
+    return raised
 
 
 def _values_of_setting(name: str, value: Any) -> Iterator[Any]:

@@ -6,9 +6,8 @@ from typing import TYPE_CHECKING
 
 import pandas as pd
 
-from kvq.report.figures.drawing import dress, panels, register_figure, rows_named
+from kvq.report.figures.drawing import colour, dress, marker, name_rows, panels, register_figure
 from kvq.report.figures.perplexity import run_name
-from kvq.report.figures.style import colour, marker
 from kvq.report.tables.layout import Table
 
 if TYPE_CHECKING:
@@ -45,7 +44,7 @@ def agreement_figure(numbers: pd.DataFrame) -> Figure:
         values = known[name].clip(lower=least)
         axis.plot(values, range(len(numbers)), marker(index), linestyle="", color=colour(index), label=words)
     axis.set_xscale("log")
-    rows_named(axis, [run_name(row.method, row.bits) for row in numbers.itertuples()])
+    name_rows(axis, [run_name(row.method, row.bits) for row in numbers.itertuples()])
     dress(axis, "mean KL (nats/token)", grid="x")
     axis.legend(loc="upper left", bbox_to_anchor=(-0.3, -0.25), ncols=1)
     return made

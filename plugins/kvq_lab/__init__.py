@@ -13,7 +13,7 @@ PLUGIN = Plugin(
         "leaderboard": "kvq_lab.leaderboard",
         "recommend": "kvq_lab.advisor",
     },
-    modules={"figures": ["kvq_lab.figures", "kvq_lab.totals"], "limits": ["kvq_lab.limit_curves"]},
+    modules={"figures": ["kvq_lab.figures", "kvq_lab.totals"]},
     tasks={
         "conversation": "kvq_lab.conversation",
         "drift": "kvq_lab.trajectory",

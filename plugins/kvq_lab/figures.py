@@ -11,15 +11,26 @@ import numpy as np
 import pandas as pd
 
 from kvq.codecs.lloyd_max import density
-from kvq.report.figures.drawing import GREY, bare, below, dress, heat, panels, points, register_figure
+from kvq.report.figures.drawing import (
+    GREY,
+    colour,
+    dash,
+    draw_heat,
+    draw_points,
+    dress,
+    hide_frame,
+    legend_below,
+    lines_of,
+    panels,
+    register_figure,
+)
 from kvq.report.figures.error import bars
 from kvq.report.figures.perplexity import places_figure, places_table
-from kvq.report.figures.style import colour, dash, lines_of
 from kvq.report.labels import named
 from kvq.results import Record, Store, run_key
 from kvq.results.metrics import metric_of
 from kvq.results.presets import in_words
-from kvq.results.statistics import dominated
+from kvq_lab.search import dominated
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -75,7 +86,7 @@ def survival_figure(table: pd.DataFrame) -> Figure:
     axes[1].set_yscale("log")
     dress(axes[0], "tokens written", "texts that are full precision's", "y")
     dress(axes[1], "tokens of full precision's text", "KL of the next token (nats)", "y")
-    below(made, axes[0], 4)
+    legend_below(made, axes[0], 4)
     return made
 
 
@@ -168,11 +179,11 @@ def costs_figure(table: pd.DataFrame) -> Figure:
     most = max(float(table["kl"].max()), 10 * _LEAST)
     scale = LogNorm(max(min(float(table["kl"].min()), most / 10), most / 10**_DECADES, _LEAST), most)
     made, axis = panels(2, 0.9 + 0.17 * len(rows))
-    image = heat(axis, grid.clip(lower=scale.vmin), norm=scale, cmap="viridis")
+    image = draw_heat(axis, grid.clip(lower=scale.vmin), norm=scale, cmap="viridis")
     axis.set_yticks(range(len(rows)), [f"{method}, {side}" for method, side in rows], fontsize=6)
     step = max(1, grid.shape[1] // 15)
     axis.set_xticks(range(0, grid.shape[1], step), [str(layer) for layer in grid.columns[::step]])
-    bare(axis)
+    hide_frame(axis)
     axis.set_xlabel("layer")
     made.colorbar(image, ax=axis, label="KL (nats/token)", extend="min", pad=0.01)
     return made
@@ -197,13 +208,13 @@ def sums_figure(table: pd.DataFrame) -> Figure:
     """A point for each set of layers: the sum of its parts' KL along x, its own KL along y; equal on the line."""
     made, axis = panels(2, 3.2)
     for index, (method, part) in enumerate(table.groupby("method", sort=False)):
-        points(axis, part["sum"], part["kl"], index, str(method))
+        draw_points(axis, part["sum"], part["kl"], index, str(method))
     low, high = (getattr(table[["sum", "kl"]].to_numpy(), kind)() for kind in ("min", "max"))
     axis.plot([low, high], [low, high], color=GREY, linewidth=0.8, zorder=0)
     axis.set_xscale("log")
     axis.set_yscale("log")
     dress(axis, "sum of the KL of the parts (nats/token)", "KL of the set (nats/token)", "both")
-    below(made, axis, 2)
+    legend_below(made, axis, 2)
     return made
 
 
@@ -276,7 +287,7 @@ def search_figure(table: pd.DataFrame) -> Figure:
     done = table.dropna(subset=[first, second])
     for index, (sampler, part) in enumerate(table.groupby("sampler", sort=True)):
         own = part.dropna(subset=[first, second])
-        points(axes[0], own[second], own[first], index, str(sampler), s=14)
+        draw_points(axes[0], own[second], own[first], index, str(sampler), s=14)
         for place, (_, line) in enumerate(part.groupby("seed")):
             look = {"color": colour(index), "linestyle": dash(index), "linewidth": 0.9}
             label = str(sampler) if place == 0 else None
@@ -286,7 +297,7 @@ def search_figure(table: pd.DataFrame) -> Figure:
     axes[0].set_yscale("log")
     dress(axes[0], metric_of(second).title, metric_of(first).title, "both")
     dress(axes[1], "trials", "hypervolume (share of the box)", "y", whole=True)
-    below(made, axes[1], 4)
+    legend_below(made, axes[1], 4)
     return made
 
 

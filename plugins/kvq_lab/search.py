@@ -7,6 +7,7 @@ Winners are chosen on the text of the search and measured on that of the verdict
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,7 +22,6 @@ from kvq.config.limits import Count, among, between, check_limits
 from kvq.errors import MAX_SEED, ConfigError, KvqError
 from kvq.results.files import write_file
 from kvq.results.metrics import is_lower_better
-from kvq.results.statistics import dominated, hypervolume
 from kvq.runs import Prepared
 
 Launch = Callable[[Sequence[Sequence[str]]], None]
@@ -262,3 +262,25 @@ def summary_lines(search: Search, verdicts: Sequence[Trial]) -> Iterator[str]:
                 f"{name} {value:.4f}" for name, value in zip(objectives, verdict.values, strict=True)
             )
         yield f"  {' '.join(trial.words)}: {found}{said}"
+
+
+def dominated(points: Sequence[Sequence[float]]) -> list[bool]:
+    """Of each point, whether another is at least as good in every coordinate and better in one."""
+    return [
+        any(all(a <= b for a, b in zip(other, own, strict=True)) and list(other) != list(own) for other in points)
+        for own in points
+    ]
+
+
+def hypervolume(points: Sequence[Sequence[float]], worst: Sequence[float]) -> float:
+    """Share of the box from 0 to `worst` that points (below 0: 0) dominate, by slices along the last coordinate."""
+    inside = [[max(value, 0.0) for value in point] for point in points]
+    inside = [point for point in inside if all(value < most for value, most in zip(point, worst, strict=True))]
+    if not inside or not worst:
+        return float(bool(inside))
+    heights = sorted({point[-1] for point in inside})
+    slices = (
+        (high - low) * hypervolume([point[:-1] for point in inside if point[-1] <= low], worst[:-1])
+        for low, high in itertools.pairwise([*heights, worst[-1]])
+    )
+    return sum(slices) / worst[-1]

@@ -9,8 +9,7 @@ import pandas as pd
 
 from kvq.config.explain import COMPOSE_ERRORS, composed
 from kvq.models.shapes import CacheShape, LayerKind, cache_shape
-from kvq.report.figures.drawing import below, dress, panels, register_figure
-from kvq.report.figures.style import lines_of
+from kvq.report.figures.drawing import dress, legend_below, lines_of, panels, register_figure
 from kvq.report.labels import keeps_first, label, method_departures
 from kvq.results import Record, Store
 from kvq.results.metrics import IN_FLIGHT, metric_of, total_bits
@@ -98,5 +97,5 @@ def totals_figure(table: pd.DataFrame) -> Figure:
             dress(axis, words, f"{metric_of('delta_nll').title}\n{shape}" if axis is row[0] else "", "both", title)
     axes[0][0].set_yscale("log")
     axes[0][0].set_xlim(0, _MOST)
-    below(made, axes[0][0], 3)
+    legend_below(made, axes[0][0], 3)
     return made

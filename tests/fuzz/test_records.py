@@ -15,10 +15,10 @@ from kvq.papers import __main__ as papers
 from kvq.papers.expected import experiments
 from kvq.report.__main__ import main as tables
 from kvq.report.comparisons import read_records
+from kvq.report.figures import drawing
 from kvq.report.figures import every as figures
-from kvq.report.figures import style
 from kvq.report.html import main as page
-from kvq.report.tracker import entry_of, sample_table
+from kvq.report.wandb import entry_of, sample_table
 from kvq.results import Store
 from tests.fuzz.amounts import pieces
 from tests.fuzz.odd_records import examples, mutated, put
@@ -63,9 +63,9 @@ def drawn(sound: Sound, tmp_path_factory: pytest.TempPathFactory) -> Drawn:
 
 def draw_cheaply(monkeypatch: pytest.MonkeyPatch) -> None:
     """Images of few dots, in the quick tests none: a figure is made, and its numbers are written, all the same."""
-    monkeypatch.setattr(style, "_DPI", 40)
+    monkeypatch.setattr(drawing, "_DPI", 40)
     if IS_QUICK:
-        monkeypatch.setattr(style, "image_of", lambda made, kind="png": b"")
+        monkeypatch.setattr(drawing, "image_of", lambda made, kind="png": b"")
 
 
 _composed = functools.cache(experiments)

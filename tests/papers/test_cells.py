@@ -9,7 +9,7 @@ import pytest
 from kvq.config.layout import LayoutConfig
 from kvq.errors import ConfigError
 from kvq.papers import __main__ as papers
-from kvq.papers.sweep import cells_of, command, jobs_of, missing_choices, placed
+from kvq.papers.sweep import cells_of, command, jobs_of, missing_choices, override_run
 from kvq.report import __main__ as report
 from kvq.results import Store
 from tests.results import made
@@ -51,7 +51,7 @@ def test_pooled_cells_have_several_runs_and_a_nameless_one_none() -> None:
 def test_the_command_line_wins_and_takes_settings_of_its_choice_along() -> None:
     run = cells_of(layout())[1].runs[0]
     small = {"task=ppl/long": "task=ppl/long task.context=64"}
-    assert placed(run, ["model=tiny"], small) == (
+    assert override_run(run, ["model=tiny"], small) == (
         "dataset=other",
         "task=ppl/long",
         "task.context=64",
@@ -60,8 +60,8 @@ def test_the_command_line_wins_and_takes_settings_of_its_choice_along() -> None:
         "dataset.split=x",
         "model=tiny",
     )
-    assert "dataset.split=x" not in placed(run, ["dataset=mine"], {})
-    assert not any(word.startswith("task.context") for word in placed(run, ["task=niah"], small))
+    assert "dataset.split=x" not in override_run(run, ["dataset=mine"], {})
+    assert not any(word.startswith("task.context") for word in override_run(run, ["task=niah"], small))
     assert len(jobs_of(cells_of(layout()), ["method=c", "dataset=mine"], {})) == 2  # bits=2 stays with A
 
 

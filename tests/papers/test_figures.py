@@ -9,8 +9,8 @@ import pytest
 from kvq.config import compose, resolve
 from kvq.config.identity import canonical
 from kvq.papers.figures import main
+from kvq.report.figures.drawing import image_of
 from kvq.report.figures.every import drawings
-from kvq.report.figures.style import image_of
 from kvq.results import Store
 from tests.results import made
 

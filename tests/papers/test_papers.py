@@ -16,7 +16,7 @@ from kvq.config.identity import by_names, canonical
 from kvq.config.layout import LayoutConfig
 from kvq.papers import expected
 from kvq.papers.expected import experiment_of, layout_named, names, print_cost
-from kvq.papers.sweep import cells_of, grouped, jobs_of, missing_choices, stand_in_of, sweep_of
+from kvq.papers.sweep import cells_of, group_jobs, jobs_of, missing_choices, stand_in_of, sweep_of
 from kvq.report.tables.experiment_files import write_experiments
 from kvq.report.tables.experiments import Answers, Experiment, by_signature, shown_cells, signature
 from kvq.report.tables.readings import Published, read_reference
@@ -156,7 +156,7 @@ def test_small_is_the_same_shape(experiments: list[Experiment]) -> None:
     from hydra.core.override_parser.overrides_parser import OverridesParser
 
     given = OverridesParser.create().parse_overrides(["+experiment=nsnquant/table2", "model=tiny"])
-    jobs = sweep_of(config, given).jobs
+    jobs = sweep_of(config, given)
     methods = {word for job in jobs for word in job if word.startswith("method=")}
     assert {"method=fp16", "method=nsnquant", "method=kivi/nsnquant_setting"} <= methods
     assert {word for job in jobs for word in job if word.startswith("dataset=")} == {
@@ -290,10 +290,11 @@ def test_jobs_of_a_model_and_a_text_stand_together() -> None:
 
     mixed = words("model=b dataset=x bits=2", "model=a dataset=x bits=2", "model=b dataset=y bits=2", "bits=3",
                   "model=a dataset=x bits=3", "model=b dataset=x bits=3")  # fmt: skip
-    assert grouped(mixed) == words("model=b dataset=x bits=2", "model=b dataset=x bits=3", "model=b dataset=y bits=2",
-                                   "model=a dataset=x bits=2", "model=a dataset=x bits=3", "bits=3")  # fmt: skip
+    assert group_jobs(mixed) == words("model=b dataset=x bits=2", "model=b dataset=x bits=3",
+                                      "model=b dataset=y bits=2", "model=a dataset=x bits=2",
+                                      "model=a dataset=x bits=3", "bits=3")  # fmt: skip
     own = words("method=nsn model_of=a bits=2", "method=kivi bits=2")
-    assert grouped(own) == own
+    assert group_jobs(own) == own
 
 
 def test_a_plain_sweep_is_grouped_and_cut_into_batches() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from kvq.report.comparisons import read_records
-from kvq.report.payload import describe
+from kvq.report.html import list_metrics
 from kvq.results import Store
 from kvq.results.metrics import is_lower_better
 from tests.results import made
@@ -21,7 +21,7 @@ from tests.results import made
 def test_directions(metric: str, lower: bool) -> None:
     assert is_lower_better(metric) == lower
     record = made.record("kivi", "2", metrics={metric: 1.0})
-    assert describe([record])[metric].better == ("lower" if lower else "")
+    assert list_metrics([record])[metric].better == ("lower" if lower else "")
 
 
 @pytest.mark.parametrize(("metric", "kept"), [("acc", 1.0), ("brier_score", 0.0)])

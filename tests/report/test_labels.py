@@ -10,6 +10,7 @@ import pytest
 from kvq.config import compose, resolve
 from kvq.config.identity import by_names
 from kvq.report.comparisons import effective_bits
+from kvq.report.html import payload
 from kvq.report.labels import (
     FEWEST,
     PREFERRED,
@@ -22,9 +23,8 @@ from kvq.report.labels import (
     protocol,
     protocol_departures,
 )
-from kvq.report.payload import payload
 from kvq.report.tables.build import build_tables
-from kvq.report.tracker import entry_of
+from kvq.report.wandb import entry_of
 from kvq.results import Record, Store
 from kvq.results.presets import with_departures
 from kvq.results.record import canonical

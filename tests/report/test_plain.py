@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import hashlib
 import io
 import json
 from pathlib import Path
@@ -16,11 +15,10 @@ from rich.console import Console
 from kvq.cli import main as run
 from kvq.errors import RecordError, printable
 from kvq.report import command
-from kvq.report.figures import style
+from kvq.report.figures import drawing
 from kvq.report.tables.build import build_tables
 from kvq.report.tables.formats import csv as csv_table
-from kvq.report.tables.formats import csv_of, plain_cell
-from kvq.report.tables.terminal import print_tables
+from kvq.report.tables.formats import csv_of, plain_cell, print_tables
 from kvq.results import Store
 from kvq.results.record import dump_record, parse_record
 from tests.report import sweeps
@@ -35,7 +33,7 @@ ESCAPES = "\x1b[31mred\x1b]0;title\x07\x9b2J\u202e\x00\x08"
 def test_formulas_are_text_in_every_csv(tmp_path: Path, text: str) -> None:
     assert plain_cell(text) == f"'{text}"
     assert list(csv.reader(io.StringIO(csv_of([{text: text, "b": -1.5}])))) == [[f"'{text}", "b"], [f"'{text}", "-1.5"]]
-    style.save(None, pd.DataFrame({text: [text], "b": [-1.5]}), tmp_path, "a")
+    drawing.save(None, pd.DataFrame({text: [text], "b": [-1.5]}), tmp_path, "a")
     with (tmp_path / "a.csv").open(encoding="utf-8", newline="") as file:
         found = list(csv.reader(file))
     assert found == [[f"'{text}", "b"], [f"'{text}", "-1.5"]]
@@ -99,30 +97,6 @@ def test_a_metric_that_is_no_number_is_refused(value: Any, where: str) -> None:
     with pytest.raises(RecordError, match=rf"{where}\.(nll|load): ") as caught:
         parse_record(json.dumps(data).encode())
     assert "\n" not in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("row", "says"),
-    [
-        (5, "sample 1 is int, not an object"),
-        ({"window": 1, "tokens": 100, "nll": "3.5"}, "sample 1: 'nll' is '3.5', not a finite number"),
-        ({"window": 1, "tokens": True, "nll": 3.5}, "sample 1: 'tokens' is True, not a finite number"),
-        ({"window": 1, "tokens": 100, "nll": float("nan")}, "sample 1: 'nll' is nan, not a finite number"),
-        ({"window": 1, "tokens": 100}, "sample 1: 'nll' is missing"),
-        ({"window": 1, "nll": 3.5}, "sample 1: 'tokens' is missing"),
-        ({"item": "a", "score": None}, "sample 1: 'score' is None, not a finite number"),
-    ],
-)
-def test_a_broken_sample_names_its_record(tmp_path: Path, row: Any, says: str) -> None:
-    store = Store(tmp_path)
-    record = store.put(made.record("kivi", "2"), made.samples([1.0, 2.0]))
-    rows = [*made.samples([1.0]), row]
-    content = b"".join(json.dumps(one).encode() + b"\n" for one in rows)
-    store.samples_path(record.key).write_bytes(content)
-    changed = record.model_copy(update={"samples_sha256": hashlib.sha256(content).hexdigest()})
-    store.record_path(record.key).write_bytes(dump_record(changed))
-    with pytest.raises(RecordError, match=rf"cannot read samples \S*{record.key[:8]}\.samples\.jsonl: {says}"):
-        store.samples(record.key)
 
 
 @pytest.mark.parametrize(

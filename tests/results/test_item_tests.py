@@ -35,9 +35,6 @@ def test_not_worse_needs_items_even_where_nothing_flipped() -> None:
         assert not_worse(0, 0, items, 0.05) >= 0.95**items * (1 - 1e-12)
     assert not_worse(0, 0, 58, 0.05) > 0.05 > not_worse(0, 0, 59, 0.05) > not_worse(0, 0, 200, 0.05)
     assert not_worse(20, 0, 100, 0.05) > 0.99
-    for bad in ((-1, 0, 5, 0.1), (4, 4, 5, 0.1), (0, 0, 5, 0.0), (0, 0, 5, 1.0)):
-        with pytest.raises(RecordError, match="not_worse"):
-            not_worse(*bad)
 
 
 def test_not_worse_is_near_tangos_normal_tail_where_items_are_many() -> None:

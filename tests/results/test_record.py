@@ -125,7 +125,7 @@ def test_records_are_frozen_and_closed() -> None:
         (b'{"schema_version": 1}', "schema_version is 1; this kvq reads 2"),
         (b'{"schema_version": 2, "metrics": {"a": NaN}}', "NaN is not a JSON number"),
         (b'{"schema_version": 2}', r"key: Field required \(and \d+ more\)"),
-        (b"[" * 200_000, "nested too deeply"),
+        (b"[" * 200_000, "recursion"),
     ],
 )
 def test_foreign_content_is_one_line(content: bytes, message: str) -> None:

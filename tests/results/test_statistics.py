@@ -117,15 +117,15 @@ def test_samples() -> None:
             delta_nll_of_samples(ours, bad)
     with pytest.raises(RecordError, match="'nll'"):
         delta_nll_of_samples(ours, [{"window": 0, "tokens": 1}])
-    with pytest.raises(RecordError, match="at least one"):
+    with pytest.raises(RecordError, match="0 losses for 0 windows"):
         delta_nll_of_samples([], [])
-    with pytest.raises(RecordError, match="0 scored tokens"):
+    with pytest.raises(RecordError, match="scored tokens in all"):
         perplexity_of_samples([{"window": 0, "tokens": 0, "nll": 0.0}])
 
 
 @pytest.mark.parametrize("settings", [{"block": 0}, {"resamples": 1}])
 def test_settings_out_of_range(settings: dict[str, int]) -> None:
-    with pytest.raises(RecordError, match="allowed are block >= 1, resamples >= 2"):
+    with pytest.raises(RecordError, match="block >= 1, resamples >= 2"):
         perplexity(np.ones(4), np.ones(4), **settings)
 
 
@@ -134,10 +134,6 @@ def test_flips_are_counted_by_direction() -> None:
     assert found == Flips(both=2, lost=2, gained=1, neither=0)
     assert found.items == 5
     assert found.rate == pytest.approx(3 / 5)
-    with pytest.raises(RecordError, match="same items: 1 against 2"):
-        flips([True], [True, False])
-    with pytest.raises(RecordError, match="same items: 0 against 0"):
-        flips([], [])
 
 
 @given(lost=st.integers(0, 12), gained=st.integers(0, 12))
@@ -154,8 +150,6 @@ def test_mcnemar_by_hand() -> None:
     assert mcnemar(5, 0) == pytest.approx(2 / 32)
     assert mcnemar(6, 0) == pytest.approx(2 / 64)  # the fewest losses that are significant at 5%
     assert mcnemar(9, 1) == pytest.approx(2 * 11 / 1024)
-    with pytest.raises(RecordError, match="not negative"):
-        mcnemar(-1, 2)
 
 
 def test_paired_mean_is_free_of_how_hard_items_are() -> None:
@@ -165,8 +159,6 @@ def test_paired_mean_is_free_of_how_hard_items_are() -> None:
     assert found.value == pytest.approx(-0.05, abs=0.01)
     assert found.standard_error == pytest.approx(0.1 / math.sqrt(12 * 150), rel=0.15)
     assert found.blocks == 150
-    with pytest.raises(RecordError, match="same items"):
-        paired_mean(np.ones(3), np.ones(4))
 
 
 def test_holm_by_hand() -> None:
@@ -176,8 +168,6 @@ def test_holm_by_hand() -> None:
     assert found == pytest.approx({"a": 0.06, "b": 0.04, "c": 0.06, "d": 0.06})
     assert holm({"a": 0.6, "b": 0.7}) == {"a": 1.0, "b": 1.0}
     assert holm({}) == {}
-    with pytest.raises(RecordError, match="not probabilities"):
-        holm({"a": 1.5})
 
 
 @given(st.dictionaries(st.integers(), st.floats(0, 1), min_size=1, max_size=8))
@@ -207,8 +197,6 @@ def test_spearman_against_its_definition() -> None:
     assert spearman(*many).p == pytest.approx(2 * scipy.stats.t.sf(t, 7))
     assert spearman([1.0, 2.0], [3.0, 2.0]).rho is None
     assert spearman([1.0, 1.0, 1.0, 1.0], [1.0, 2.0, 3.0, 4.0]).rho is None
-    with pytest.raises(RecordError, match="they come in pairs"):
-        spearman([1.0], [])
 
 
 def test_spearman_covers() -> None:

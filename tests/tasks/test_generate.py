@@ -13,8 +13,7 @@ from kvq.config import compose, resolve
 from kvq.errors import ConfigError, DataError, KvqError
 from kvq.report.html import render
 from kvq.report.tables.build import build_tables
-from kvq.report.tables.formats import csv
-from kvq.report.tables.terminal import MARK
+from kvq.report.tables.formats import MARK, csv
 from kvq.results import Record, Store
 from kvq.runs import run
 from kvq.tasks.generate import PROMPT, repetition
@@ -132,7 +131,7 @@ def test_texts_stand_below_the_table_and_on_the_page(
     assert table.texts is not None
     assert table.texts.prompt == PROMPT
     full, same, nsn = table.texts.continuations
-    assert (same.said, same.same) == ("the same text as full precision", full.same)
+    assert (same.shared, same.same) == ("the same text as full precision", full.same)
     samples = {record.method: store.samples(record.key)[0] for record in store.scan()[0]}
     assert full.same == samples["fp16"]["text"]
     assert nsn.same + nsn.differs + nsn.rest == samples["nsn"]["text"]

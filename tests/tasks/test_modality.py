@@ -57,7 +57,6 @@ def test_norms_of_images_and_text_are_kept_and_drawn(folder: Path, tmp_path: Pat
     kinds, drawn_stems = stems(), {path.stem for path in paths if path.suffix == ".png"}
     assert {next(kind for kind in kinds if stem.startswith(kind)) for stem in drawn_stems} == {
         "modality-tokens",
-        "modality-layers",
     }
     numbers = pd.read_csv(
         next(path for path in paths if path.name.startswith("modality-tokens-") and path.suffix == ".csv")

@@ -10,9 +10,19 @@ from typing import Any
 import pandas as pd
 from matplotlib.figure import Figure
 
-from kvq.report.figures.drawing import below, dress, handle, panels, powers_of_two, register_figure, rows_named
+from kvq.report.figures.drawing import (
+    Line,
+    colour,
+    dress,
+    handle,
+    legend_below,
+    lines_of,
+    name_rows,
+    panels,
+    register_figure,
+    scale_by_two,
+)
 from kvq.report.figures.error import labelled_rows
-from kvq.report.figures.style import Line, colour, lines_of
 from kvq.report.labels import named
 from kvq.results import Record, Store
 
@@ -53,7 +63,7 @@ def _parts(axis: Any, table: pd.DataFrame) -> None:
     for index, part in enumerate(PARTS):
         if bits[part].any():
             axis.barh(range(len(here)), bits[part], 0.7, left=left[part], color=colour(index), label=part)
-    rows_named(axis, list(here.index))
+    name_rows(axis, list(here.index))
     axis.set_xlabel(f"bits per element at {length:,} tokens")
 
 
@@ -71,7 +81,7 @@ def _compression(axis: Any, table: pd.DataFrame, looks: Mapping[str, Line]) -> N
     for (name, value), dashes in zip(PAPERS, ("--", ":"), strict=True):
         axis.axhline(value, color="black", linestyle=dashes, linewidth=0.8, label=f"published: {name}, {value}x")
     ticks = sorted(table["tokens"].unique())
-    powers_of_two(axis, ticks, [f"{tick // 1024}K" if tick % 1024 == 0 else str(tick) for tick in ticks])
+    scale_by_two(axis, ticks, [f"{tick // 1024}K" if tick % 1024 == 0 else str(tick) for tick in ticks])
     axis.set_ylim(bottom=0)
     dress(axis, "context (tokens; hollow: from the layout)", "compression against fp16 (x)", grid="both")
 
@@ -127,10 +137,10 @@ def _by_batch(table: pd.DataFrame) -> Figure:
             rates.plot([batch], [0], "x", color=look.color, clip_on=False)
     batches = sorted(table["batch"].unique())
     for axis, words in zip((peaks, rates), _RATES.values(), strict=True):
-        powers_of_two(axis, batches, [str(batch) for batch in batches])
+        scale_by_two(axis, batches, [str(batch) for batch in batches])
         axis.set_ylim(bottom=0)
         dress(axis, "requests at once", words, grid="both")
-    below(made, rates, 3)
+    legend_below(made, rates, 3)
     return made
 
 
@@ -143,5 +153,5 @@ def _bars(table: pd.DataFrame) -> Figure:
         values = table.set_index("method")[column].astype(float) / (_GIB if column == "peak_bytes" else 1)
         axis.barh(range(len(looks)), [values[name] for name in looks], color=[look.color for look in looks.values()])
         dress(axis, f"{words}, {table['batch'].iloc[0]} requests at once", grid="x")
-    rows_named(axes[0], list(looks))
+    name_rows(axes[0], list(looks))
     return made

@@ -14,18 +14,20 @@ from matplotlib.ticker import LogLocator, NullFormatter
 
 from kvq.report.figures.drawing import (
     GREY,
-    below,
+    colour,
+    draw_heat,
+    draw_level,
+    draw_points,
+    draw_ranges,
     dress,
-    heat,
-    level,
+    evenly_spread,
+    legend_below,
+    marker,
     multiples,
     panels,
-    points,
-    ranges,
     register_figure,
 )
 from kvq.report.figures.error import rows_of
-from kvq.report.figures.style import colour, evenly_spread, marker
 from kvq.report.labels import model_name
 from kvq.results import Record, Store, run_key
 
@@ -71,7 +73,7 @@ def closeness_figure(table: pd.DataFrame) -> Figure:
     axis.yaxis.set_minor_formatter(NullFormatter())
     names = [f"{step}\n{side}s" if step == "NS" else f"{step}\n" for side, step in places]
     axis.set_xticks(list(places.values()), names)
-    below(made, axis, 3, columnspacing=1)
+    legend_below(made, axis, 3, columnspacing=1)
     dress(axis, y="mean KL to N(0, 1) (nats)")
     return made
 
@@ -118,10 +120,10 @@ def layers_figure(table: pd.DataFrame) -> Figure:
         places = part["layer"] + 0.12 * (2 * index - 1)
         for stage, aside, alpha in (("NSN", 0, 0.4), ("NSN+Hadamard", 0.1, 1.0)):
             low, high = part[f"deviation {stage} 5%"], part[f"deviation {stage} 95%"]
-            ranges(axes[0, 0], places + aside, low, high, index, 3, f"{side}s, {stage}", alpha=alpha)
+            draw_ranges(axes[0, 0], places + aside, low, high, index, 3, f"{side}s, {stage}", alpha=alpha)
         low, words = part["low"].clip(lower=0), f"{side}s: range of Lemma 1"
-        ranges(axes[0, 1], places, low, part["high"], index, 4, words, alpha=0.35)
-        ranges(axes[0, 1], places, part["variance_min"], part["variance_max"], index, 1.5, f"{side}s: measured")
+        draw_ranges(axes[0, 1], places, low, part["high"], index, 4, words, alpha=0.35)
+        draw_ranges(axes[0, 1], places, part["variance_min"], part["variance_max"], index, 1.5, f"{side}s: measured")
         look: Any = {"color": colour(index), "marker": marker(index), "label": f"{side}s"}
         axes[1, 0].plot(part["layer"], part["correlation"], **look)
     _cosines(axes[1, 1], table)
@@ -186,9 +188,9 @@ def embedding_figure(table: pd.DataFrame) -> Figure:
     made, axes = panels(2, 2.9, 1, 2)
     for axis, side in zip(axes, SIDES, strict=True):
         for index, (dataset, part) in enumerate(table[table["side"] == side].groupby("dataset", sort=True)):
-            points(axis, part["x"], part["y"], index, str(dataset), s=6)
+            draw_points(axis, part["x"], part["y"], index, str(dataset), s=6)
         dress(axis, "t-SNE 1 (arbitrary unit)", "t-SNE 2 (arbitrary unit)", title=f"{side}s")
-    below(made, axes[0], 4, markerscale=2)
+    legend_below(made, axes[0], 4, markerscale=2)
     return made
 
 
@@ -208,7 +210,7 @@ def covariances_figure(table: pd.DataFrame) -> Figure:
         norms.plot(means.index, means, color=colour(index), marker=marker(index), label=f"{side}s")
         heads = part["head"].max() + 1
         places = part["layer"] + part["head"] / heads + (index - 0.5) * 0.3 / heads
-        ranges(spans, places, part["covariance_min"], part["covariance_max"], index, 3, f"{side}s")
+        draw_ranges(spans, places, part["covariance_min"], part["covariance_max"], index, 3, f"{side}s")
     norms.set_ylim(bottom=0)
     spans.axhline(0, color="black", linewidth=0.6)
     dress(norms, "layer (mean over heads)", "Frobenius norm off the diagonal", grid="both", whole=True)
@@ -241,7 +243,7 @@ def ranges_figure(table: pd.DataFrame) -> Figure:
     channels = int(table["channel"].max()) + 1
     for index, (axis, side) in enumerate(zip(axes, SIDES, strict=True)):
         part = table[table["side"] == side]
-        ranges(axis, part["head"] * channels + part["channel"], part["lowest"], part["highest"], index, 0.8)
+        draw_ranges(axis, part["head"] * channels + part["channel"], part["lowest"], part["highest"], index, 0.8)
         for head in range(1, int(table["head"].max()) + 1):
             axis.axvline(head * channels - 0.5, color=GREY, linewidth=0.6, linestyle="--")
         axis.axhline(0, color="black", linewidth=0.6)
@@ -273,25 +275,22 @@ def scatter_figure(table: pd.DataFrame) -> Figure:
     pairs = (("side", sides), ("layer", layers))
     made, axes, parts = multiples(3.4, table, *pairs, "mean of a channel", sharex=True, sharey=True)
     for axis, _, _, here in parts:
-        level(axis, 1)
+        draw_level(axis, 1)
         axis.axvline(0, color=GREY, linewidth=0.6)
         for head, part in here.groupby("head"):
-            points(axis, part["mean"], part["deviation"], head, f"head {head}", s=5, rasterized=True)
+            draw_points(axis, part["mean"], part["deviation"], head, f"head {head}", s=5, rasterized=True)
         dress(axis, grid="both")
     if table["head"].nunique() <= 8:
-        below(made, axes[0, 0], 8, markerscale=2)
+        legend_below(made, axes[0, 0], 8, markerscale=2)
     return made
-
-
-def one_head(table: pd.DataFrame) -> pd.DataFrame:
-    """The channels of the first head of the first layer, at every stage."""
-    return table[(table["layer"] == table["layer"].min()) & (table["head"] == 0)].reset_index(drop=True)
 
 
 @_figure_of_run(
     "distribution-steps",
     "Channels by steps of NSN, layer {layer}, head 0: {where}",
-    lambda record, store: one_head(moments_table(record, store)),
+    lambda record, store: (
+        moments_table(record, store).query("layer == layer.min() and head == 0", engine="python").reset_index(drop=True)
+    ),
 )
 def steps_figure(table: pd.DataFrame) -> Figure:
     """Mean ± deviation of each channel as it comes, after NSN, and rotated (what NSNQuant's Figure 3 illustrates)."""
@@ -329,7 +328,7 @@ def magnitudes_figure(table: pd.DataFrame) -> Figure:
     made, axes = panels(2, 2.8, 1, 2)
     for axis, side in zip(axes, SIDES, strict=True):
         part = table[table["side"] == side]
-        image = heat(axis, part.filter(like="channel "), cmap="viridis", interpolation="nearest", vmin=0)
+        image = draw_heat(axis, part.filter(like="channel "), cmap="viridis", interpolation="nearest", vmin=0)
         made.colorbar(image, ax=axis, label=f"|{side}|")
         ticks = evenly_spread(list(range(len(part))), 5)
         axis.set_yticks(ticks, [str(part["position"].iloc[tick]) for tick in ticks])

@@ -1,20 +1,25 @@
-"""Figures by kind, found by `register_figure`; a drawing's files and `index.md`.
+"""What figures are made of: one look for all, kinds of figures that `register_figure` names, their files, an index.
 
-And what figures share: grids of panels, the words of axes, legends, lines and ranges, heat maps.
+And what they share: grids of panels, the words of axes, legends, lines and ranges, heat maps.
 """
 
 from __future__ import annotations
 
 import functools
+import io
 import itertools
 import math
 import re
 import textwrap
+import warnings
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
+import matplotlib
 import numpy as np
 import pandas as pd
 from matplotlib.figure import Figure
@@ -23,8 +28,119 @@ from tqdm import tqdm
 
 from kvq.errors import KvqError
 from kvq.report.command import line, write_files
-from kvq.report.figures.style import colour, drawable, figure, marker, plain_text, save, style
-from kvq.report.tables.formats import escape_markdown
+from kvq.report.labels import FIRST, colour_of, method_of
+from kvq.report.tables.formats import escape_markdown, plain_cell
+
+COLUMN = 3.4
+"""Inches of one column of a two-column paper; a figure is one or two wide."""
+SERIES = ("#264653", "#8AB17D", "#E9C46A", "#7D8597", "#B5838D", "#A98467", "#C8B6E2", "#ADB5BD")
+"""Colours of what is no method: parts of memory, sides, stages, texts. None is a method's (`kvq.report.labels`)."""
+MOST_LINES = 16
+"""Most lines of a figure; its CSV has all."""
+MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
+_DASHES: Any = ("-", (0, (4, 1.5)), (0, (1, 1)), (0, (4, 1, 1, 1)))
+_DPI = 160
+_STYLE = matplotlib.rc_params_from_file(Path(__file__).parent / "kvq.mplstyle", use_default_template=False)
+# No dates and versions, so that the same records give the same bytes.
+_METADATA: dict[str, dict[str, Any]] = {"pdf": {"CreationDate": None, "Producer": None}, "png": {"Software": None}}
+
+
+def style() -> AbstractContextManager[None]:
+    """matplotlib's settings of all figures, within a block."""
+    return matplotlib.rc_context(_STYLE)
+
+
+def colour(index: int) -> str:
+    """The colour of a series that is no method; they repeat after eight."""
+    return SERIES[index % len(SERIES)]
+
+
+def marker(index: int) -> str:
+    """The marker of the series of this index; they repeat after eight."""
+    return MARKERS[index % len(MARKERS)]
+
+
+def dash(index: int) -> Any:
+    """The dashes of the series of this index; they repeat after four."""
+    return _DASHES[index % len(_DASHES)]
+
+
+class Line(NamedTuple):
+    """How a run is drawn: its method's colour and dashes, a marker that no other of its colour has."""
+
+    color: str
+    linestyle: Any
+    marker: str
+
+
+def lines_of(labels: Iterable[str]) -> dict[str, Line]:
+    """A look for each label, by name; variants and bits of a method (`nsn`, `nsn/arm_a`, `nsn 2`) share its colour.
+
+    A method has its colour in every figure, on the page and in W&B; one that the palette does not know has one of a
+    few others, and where two of a figure fall on the same, other dashes.
+    """
+    names = sorted(set(labels))
+    dashes: dict[str, int] = {}
+    for method in sorted({method_of(name) for name in names}):
+        same = [other for other in dashes if colour_of(other) == colour_of(method)]
+        dashes[method] = (method not in FIRST) + len(same)
+    used: Counter[str] = Counter()
+    found = {}
+    for name in names:
+        method = method_of(name)
+        hue = colour_of(method)
+        found[name] = Line(hue, dash(dashes[method]), marker(used[hue]))
+        used[hue] += 1
+    return found
+
+
+def legend_columns(names: Sequence[str], columns: int) -> int:
+    """How many columns of a legend with these names fit a figure `columns` columns wide."""
+    return max(1, int(COLUMN * columns / (0.42 + 0.062 * max(map(len, names), default=1))))
+
+
+def scale_losses(axis: Any, losses: pd.Series) -> None:
+    """Make the axis along y logarithmic, for these losses; linear near 0, where noise turns signs."""
+    sizes = losses.abs()
+    if sizes.any():
+        # A power of ten, so that the ticks of the linear part are those of the logarithmic one.
+        small = max(float(sizes[sizes > 0].min()), 1e-4)
+        axis.set_yscale("symlog", linthresh=10.0 ** math.floor(math.log10(small)))
+
+
+def evenly_spread(items: Sequence[int], count: int) -> list[int]:
+    """`count` of the items at equal steps, from the first to the last, each once; all where there are no more."""
+    if len(items) <= count:
+        return list(items)
+    return list(dict.fromkeys(items[int(i)] for i in np.linspace(0, len(items) - 1, count)))
+
+
+def plain_text(text: str) -> str:
+    """Text of records as figures show it: no formula, and no character without a glyph."""
+    shown = "".join(one if one.isprintable() or one == "\n" else "\N{REPLACEMENT CHARACTER}" for one in text)
+    return shown.replace("$", r"\$")
+
+
+def image_of(made: Figure, kind: str = "png") -> bytes:
+    """A figure as the bytes of a PNG or PDF file; the same figure gives the same bytes."""
+    file = io.BytesIO()
+    with style(), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="constrained_layout not applied")  # names that leave axes no room
+        made.savefig(file, format=kind, dpi=_DPI, metadata=_METADATA[kind])
+    made.set_layout_engine("none")  # laid out once for all its files
+    return file.getvalue()
+
+
+def save(made: Figure | None, numbers: pd.DataFrame, folder: Path, stem: str) -> list[Path]:
+    """Write the numbers of a figure as `stem`.csv, the figure (None: there is none) as .pdf and .png; return paths."""
+    plain = numbers.rename(columns=plain_cell)
+    for name in plain.select_dtypes(exclude="number"):
+        plain[name] = plain[name].map(plain_cell)
+    files = {"csv": plain.to_csv(index=False, lineterminator="\n").encode()}
+    if made is not None:
+        files |= {kind: image_of(made, kind) for kind in ("pdf", "png")}
+    return write_files("figures", folder, {f"{stem}.{kind}": content for kind, content in files.items()})
+
 
 INDEX = "index.md"
 _BEGIN = (
@@ -126,10 +242,11 @@ def write_drawings(drawings: Iterable[Drawing], folder: Path, skipped: list[str]
             raise  # of the folder
         except Exception as error:
             skipped.append(f"figure {drawing.stem}: {line(error)}")
-    return paths + write_files("figures", folder, {INDEX: _index(drawn)})
+    return paths + write_files("figures", folder, {INDEX: _list_drawings(drawn)})
 
 
-def _index(drawings: Sequence[Drawing]) -> str:
+def _list_drawings(drawings: Sequence[Drawing]) -> str:
+    """The Markdown page that links the files of all drawings, under a heading for each kind."""
     lines = ["# Figures", "", *_BEGIN]
     for kind in KINDS:
         drawn = sorted((drawing for drawing in drawings if drawing.kind is kind), key=lambda one: one.stem)
@@ -157,12 +274,19 @@ _CHARACTERS_PER_INCH = 16
 
 
 def titled(draw: Draw) -> Draw:
-    """Make of a function of numbers one of numbers and a title, in the style of all figures and with plain names."""
+    """Make of a function of numbers one of numbers and a title, in the style of all figures.
+
+    Text among the numbers is shown as it is, no formulas, at most 60 characters of each.
+    """
+
+    def shown(value: Any) -> Any:
+        return plain_text(value[:60]) if isinstance(value, str) else value
 
     @functools.wraps(draw)
     def made(numbers: pd.DataFrame, title: str) -> Figure:
+        texts = {str(name): numbers[name].map(shown) for name in numbers.select_dtypes(exclude="number")}
         with style():
-            found = draw(drawable(numbers))
+            found = draw(numbers.assign(**texts))
             across = int(_CHARACTERS_PER_INCH * found.get_figwidth())
             lines = [line for part in title.split("\n") for line in textwrap.wrap(plain_text(part), across)]
             found.suptitle("\n".join(lines), fontsize=8)
@@ -173,16 +297,16 @@ def titled(draw: Draw) -> Draw:
 
 def panels(width: int, height: float, rows: int = 1, columns: int = 1, **options: Any) -> tuple[Figure, Any]:
     """A figure `width` columns wide and `height` inches high, and its axes: one, or an array of `rows` by `columns`."""
-    made = figure(width, height)
+    made = Figure(figsize=(COLUMN * width, height), layout="constrained")
     return made, made.subplots(rows, columns, **options)
 
 
-def wrapped(made: Figure, count: int, across: int, **options: Any) -> list[Any]:
-    """Make `count` axes, `across` to a row."""
-    axes = made.subplots(math.ceil(count / across), min(across, count), squeeze=False, **options).flat
-    for axis in axes[count:]:
+def tile_panels(width: int, height: float, count: int, across: int, **options: Any) -> tuple[Figure, list[Any]]:
+    """As `panels`, a list of `count` axes in rows of `across`; the last row may have fewer."""
+    made, axes = panels(width, height, math.ceil(count / across), min(across, count), squeeze=False, **options)
+    for axis in axes.flat[count:]:
         axis.remove()
-    return list(axes[:count])
+    return made, list(axes.flat[:count])
 
 
 def multiples(
@@ -235,24 +359,24 @@ def dress(axis: Any, x: str = "", y: str = "", grid: str = "", title: str = "", 
         axis.grid(axis=grid, linewidth=0.3)
 
 
-def level(axis: Any, value: float = 0) -> None:
+def draw_level(axis: Any, value: float = 0) -> None:
     """Draw a thin grey horizontal line at a value."""
     axis.axhline(value, color=GREY, linewidth=0.6)
 
 
-def below(made: Figure, axis: Any, columns: int, **more: Any) -> None:
-    """The legend of a panel, below all panels."""
+def legend_below(made: Figure, axis: Any, columns: int, **more: Any) -> None:
+    """Put the legend of a panel, `columns` wide, below all panels of the figure."""
     made.legend(*axis.get_legend_handles_labels(), loc="outside lower center", ncols=columns, **more)
 
 
-def rows_named(axis: Any, names: Sequence[str]) -> None:
+def name_rows(axis: Any, names: Sequence[str]) -> None:
     """Name the rows 0, 1, … of a panel, the first on top."""
     axis.set_yticks(range(len(names)), names)
     axis.invert_yaxis()
 
 
-def powers_of_two(axis: Any, ticks: Sequence[float], names: Sequence[str]) -> None:
-    """A logarithmic axis along x with these ticks only."""
+def scale_by_two(axis: Any, ticks: Sequence[float], names: Sequence[str]) -> None:
+    """Make the axis along x logarithmic to base 2, with these ticks only and their names."""
     axis.set_xscale("log", base=2)
     axis.set_xticks(ticks, names)
     axis.minorticks_off()
@@ -263,22 +387,24 @@ def handle(name: str, **look: Any) -> Any:
     return Line2D([], [], label=name, **look)
 
 
-def points(axis: Any, x: Any, y: Any, index: Any, label: str, **more: Any) -> None:
-    """Points without edges, of the series of this index."""
+def draw_points(axis: Any, x: Any, y: Any, index: Any, label: str, **more: Any) -> None:
+    """Draw points without edges, in colour and marker of the series of this index."""
     axis.scatter(x, y, color=colour(index), marker=marker(index), linewidths=0, alpha=0.6, label=label, **more)
 
 
-def ranges(axis: Any, places: Any, low: Any, high: Any, index: int, width: float, label: str = "", **more: Any) -> None:
-    """A bar from `low` to `high` at each place, of the series of this index."""
+def draw_ranges(
+    axis: Any, places: Any, low: Any, high: Any, index: int, width: float, label: str = "", **more: Any
+) -> None:
+    """Draw a line `width` points wide from `low` to `high` at each place along x, in the colour of series `index`."""
     axis.vlines(places, low, high, color=colour(index), linewidth=width, label=label or None, **more)
 
 
-def heat(axis: Any, grid: pd.DataFrame | np.ndarray, **more: Any) -> Any:
-    """An image of a table, the first row on top."""
+def draw_heat(axis: Any, grid: pd.DataFrame | np.ndarray, **more: Any) -> Any:
+    """Draw the numbers of a table as an image, the first row on top, and return it; `more`: as `imshow` takes it."""
     return axis.imshow(np.asarray(grid, dtype=float), aspect="auto", **more)
 
 
-def bare(axis: Any) -> None:
-    """Take the frame and ticks from a panel of heat maps and make its names small."""
+def hide_frame(axis: Any) -> None:
+    """Take the frame and ticks from a panel of a heat map and make its names small."""
     axis.spines[:].set_visible(False)
     axis.tick_params(length=0, labelsize=6)

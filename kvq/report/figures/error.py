@@ -12,8 +12,20 @@ import pandas as pd
 from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
 
-from kvq.report.figures.drawing import GREY, bare, below, dress, heat, level, panels, register_figure, wrapped
-from kvq.report.figures.style import colour, figure, legend_columns, lines_of
+from kvq.report.figures.drawing import (
+    GREY,
+    colour,
+    draw_heat,
+    draw_level,
+    dress,
+    hide_frame,
+    legend_below,
+    legend_columns,
+    lines_of,
+    panels,
+    register_figure,
+    tile_panels,
+)
 from kvq.report.labels import named
 from kvq.results import Record, Store
 
@@ -88,7 +100,7 @@ def steps_figure(table: pd.DataFrame) -> Figure:
         dress(axis, name, grid="x")
     axes[0].set_yticks(range(len(arms)), [f"{side}: {arm}" for side, arm in arms])
     axes[0].set_ylim(len(arms) - 0.4, -0.6)
-    below(made, axes[0], 2)
+    legend_below(made, axes[0], 2)
     return made
 
 
@@ -104,13 +116,12 @@ def planes(table: pd.DataFrame) -> Figure:
     columns = min(_PLANES_ACROSS, len(methods))
     lines = math.ceil(len(methods) / columns)
     scale = LogNorm(max(float(table[quantity].min()), 1e-4), max(float(table[quantity].max()), 2e-4))
-    made = figure(1 if columns < _PLANES_ACROSS else 2, 1.0 + 1.1 * lines)
-    axes = wrapped(made, len(methods), columns)
+    made, axes = tile_panels(1 if columns < _PLANES_ACROSS else 2, 1.0 + 1.1 * lines, len(methods), columns)
     for index, (axis, method) in enumerate(zip(axes, methods, strict=True)):
         part = table[table["method"] == method]
         part = part.drop_duplicates(["outliers", "lowness"])  # of two runs with one label, the first
         grid = part.pivot(index="outliers", columns="lowness", values=quantity)
-        image = heat(axis, grid, norm=scale, origin="lower")
+        image = draw_heat(axis, grid, norm=scale, origin="lower")
         for (row, column), value in np.ndenumerate(grid.to_numpy(dtype=float)):
             if not math.isnan(value):
                 ink = "white" if scale(value) < _DARK else "black"
@@ -119,7 +130,7 @@ def planes(table: pd.DataFrame) -> Figure:
         lowest = index + columns >= len(methods)
         axis.set_xticks(range(grid.shape[1]), [f"{name:g}" if lowest else "" for name in grid.columns])
         axis.set_yticks(range(grid.shape[0]), [f"{name:g}" if index % columns == 0 else "" for name in grid.index])
-        bare(axis)
+        hide_frame(axis)
         axis.set_title(f"{method} bits", loc="left", fontsize=7)
     made.supxlabel("sink's norm: times smaller", fontsize=8)
     made.supylabel("outlier channels: mean / deviation", fontsize=8)
@@ -164,8 +175,8 @@ def bars(table: pd.DataFrame) -> Figure:
     methods, quantities = list(bits.index), list(dict.fromkeys(table["quantity"]))
     looks = lines_of(methods)
     names = [name if math.isnan(bits[name]) else f"{name} ({bits[name]:.2f})" for name in methods]
-    made = figure(2, 0.5 + math.ceil(len(quantities) / _ACROSS) * (0.65 + 0.17 * len(methods)))
-    axes = wrapped(made, len(quantities), _ACROSS, sharey=True)
+    height = 0.5 + math.ceil(len(quantities) / _ACROSS) * (0.65 + 0.17 * len(methods))
+    made, axes = tile_panels(2, height, len(quantities), _ACROSS, sharey=True)
     for axis, quantity in zip(axes, quantities, strict=True):
         part = table[table["quantity"] == quantity].drop_duplicates("method").set_index("method")
         for place, method in enumerate(methods):
@@ -207,16 +218,16 @@ def layers_figure(table: pd.DataFrame) -> Figure:
     columns = [name for name in _REDUCTIONS if name in table]
     methods = list(dict.fromkeys(table["method"]))
     width, across = 0.8 / len(methods), legend_columns(methods, 2)
-    made = figure(2, 1.7 * math.ceil(len(columns) / 2) + 0.7 + 0.15 * math.ceil(len(methods) / across))
-    axes = wrapped(made, len(columns), 2, sharex=True)
+    height = 1.7 * math.ceil(len(columns) / 2) + 0.7 + 0.15 * math.ceil(len(methods) / across)
+    made, axes = tile_panels(2, height, len(columns), 2, sharex=True)
     for axis, name in zip(axes, columns, strict=True):
         for place, method in enumerate(methods):
             part = table[table["method"] == method]
             at = part["layer"] + width * (place - (len(methods) - 1) / 2)
             axis.bar(at, part[name], width, color=colour(place), label=method)
-        level(axis)
+        draw_level(axis)
         dress(axis, "layer", _REDUCTIONS[name], grid="y", whole=True)
-    below(made, axes[0], across)
+    legend_below(made, axes[0], across)
     return made
 
 

@@ -21,7 +21,7 @@ from kvq.config import plugins
 from kvq.errors import printable
 from kvq.report import command
 from kvq.report.comparisons import read_records
-from kvq.report.figures import cost, distribution, error, loss, needles, norms, over_models, perplexity
+from kvq.report.figures import cost, distribution, error, loss, norms, over_models, perplexity
 from kvq.report.figures.drawing import KINDS, Drawing, Kind, write_drawings
 from kvq.report.labels import label, model_name, named, protocol_departures
 from kvq.report.tables.build import build_tables
@@ -29,7 +29,7 @@ from kvq.report.tables.layout import Table
 from kvq.results import Record, Store, run_key
 from kvq.results.presets import PROTOCOL
 
-MODULES = (loss, perplexity, over_models, needles, cost, error, norms, distribution)
+MODULES = (loss, perplexity, over_models, cost, error, norms, distribution)
 _KNOWN_STATES = ("random_states", "model_states")
 
 
@@ -113,14 +113,15 @@ def _words(kind: Kind, record: Record) -> dict[str, object]:
     return {name: say(record) for name, say in WORDS.items() if f"{{{name}}}" in kind.stem + kind.title}
 
 
-def _where(record: Record) -> str:
+def _name_texts(record: Record) -> str:
+    """Model and data set of a run, and what departs from the presets of its protocol."""
     words = ", ".join(protocol_departures(record))
     return f"{model_name(record.model)}, {record.dataset}{f' ({words})' if words else ''}"
 
 
 WORDS: dict[str, Callable[[Record], object]] = {
     "run": named,
-    "where": _where,
+    "where": _name_texts,
     "model": lambda record: model_name(record.model),
     "machine": lambda record: record.config.get("machine"),
     "states": lambda record: error.states_of(record.config["task"]),
@@ -162,7 +163,7 @@ def run_figures(record: Record, store: Store) -> list[tuple[str, Figure]]:
 
 _OF_A_RUN: dict[str, tuple[str, Callable[[Record, Store], pd.DataFrame], Callable[..., Figure]]] = {
     "ppl": ("windows", perplexity.windows_table, perplexity.windows_figure),
-    "niah": ("needles", needles.grid_of_run, needles.heat_map),
+    "niah": ("needles", perplexity.grid_of_run, perplexity.needles_figure),
 }
 """By task: the name, numbers and function of the figure of a run alone."""
 

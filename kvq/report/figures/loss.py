@@ -4,16 +4,28 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import pandas as pd
 from matplotlib.figure import Figure
 from matplotlib.transforms import Bbox
 
 from kvq.report.comparisons import effective_bits, measured_bits
-from kvq.report.figures.drawing import GREY, dress, handle, panels, powers_of_two, register_figure, rows_named
+from kvq.report.figures.drawing import (
+    GREY,
+    colour,
+    dress,
+    handle,
+    legend_columns,
+    lines_of,
+    marker,
+    name_rows,
+    panels,
+    register_figure,
+    scale_by_two,
+    scale_losses,
+)
 from kvq.report.figures.perplexity import run_name
-from kvq.report.figures.style import colour, figure, legend_columns, lines_of, marker, symlog
 from kvq.report.labels import ENGINES, by_bits, colour_of, engine_of, method_of
 from kvq.report.tables.layout import Row, Table, is_of_texts
 from kvq.results import Record, Store
@@ -27,7 +39,6 @@ _LOSSES = ("delta_nll", "delta_nll_se", "kl_mean")
 _GREY, _FRONT = "#b4b8be", "#333333"
 _BITS = (0.5, 1, 1.5, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32)
 _RING: Any = {"markersize": 8, "markerfacecolor": "none", "markeredgewidth": 0.8}
-_LIMIT_LINE: Any = {"color": "#c0392b", "linewidth": 1.0, "linestyle": (0, (4, 2)), "zorder": 2}
 _FEWEST = 3
 _MOST_BARS = 12
 _MOST_PANELS = 4
@@ -35,115 +46,70 @@ _RATES = 6
 """A method's variants are drawn over measured bits where they have so many different ones, to a tenth of a bit."""
 
 
-class Size(NamedTuple):
-    """Bits per element along an axis: column of the numbers, words, of a record, the field of rows on the frontier."""
-
-    column: str
-    words: str
-    of: Callable[[Record], float | None]
-    frontier: str
-
-
-EFFECTIVE = Size("effective_bits", "effective bits per element", effective_bits, "best")
-_WORDS = "measured bits per element, without the residual"
-MEASURED = Size("bits_per_element", _WORDS, measured_bits, "best_measured")
-"""With it, the axis of formats of engines, which have no residual, is that of the rates that papers name."""
-
-
 RULES = f"{FRONTIER_RULE} {NOISE_RULE}"
-LIMIT = "limit of Gaussian coding"
-"""The method's name of the lines that are points of the limit's curve."""
+_EFFECTIVE, _MEASURED = "effective_bits", "bits_per_element"
 
 
-def pareto_table(table: Table, size: Size = EFFECTIVE) -> pd.DataFrame:
-    """As `runs_table`, and the points of the limit's curve within the runs' bits where the table has one."""
-    numbers = runs_table(table, size)
-    if numbers.empty or not table.limit:
-        return numbers
-    least, most = numbers[size.column].min() / 2, numbers[size.column].max()
-    points = [
-        {"method": LIMIT, "bits": "", size.column: bits, "delta_nll": loss, "frontier": False, "variant": False}
-        for bits, loss in table.limit
-        if least <= bits <= most
-    ]
-    return pd.concat([numbers, pd.DataFrame(points, columns=numbers.columns)], ignore_index=True)
+def runs_table(
+    table: Table, bits_of: Callable[[Record], float | None] = effective_bits, column: str = _EFFECTIVE
+) -> pd.DataFrame:
+    """One line per run of a perplexity protocol: bits, losses, whether it is on the frontier, or a variant.
 
-
-def runs_table(table: Table, size: Size = EFFECTIVE) -> pd.DataFrame:
-    """One line per run of a perplexity protocol: bits, losses, whether it is on the frontier, or a variant."""
+    `bits_of` gives the bits per element of a record, which stand in `column`; runs without are left out.
+    """
     lines: list[dict[str, Any]] = []
     for row in () if is_of_texts(table) else table.rows:
-        metrics, bits = row.record.metrics, size.of(row.record)
+        metrics, bits = row.record.metrics, bits_of(row.record)
         if row.record.status == "done" and not row.baseline and bits is not None and "delta_nll" in metrics:
             losses = {name: metrics.get(name) for name in _LOSSES}
-            about = {"method": row.name, "bits": row.bits, size.column: bits}
-            lines.append(about | losses | {"frontier": getattr(row, size.frontier), "variant": row.variant})
-    return pd.DataFrame(lines, columns=["method", "bits", size.column, *_LOSSES, "frontier", "variant"])
+            best = row.best if column == _EFFECTIVE else row.best_measured
+            about = {"method": row.name, "bits": row.bits, column: bits}
+            lines.append(about | losses | {"frontier": best, "variant": row.variant})
+    return pd.DataFrame(lines, columns=["method", "bits", column, *_LOSSES, "frontier", "variant"])
 
 
-def engines_table(table: Table) -> pd.DataFrame | None:
-    """As `pareto_table` over measured bits; None where the table lacks formats of engines or other methods."""
-    rows = [row for row in table.rows if row.record.status == "done" and not row.baseline]
-    if len({engine_of(row.record.method) is None for row in rows}) < 2:
-        return None
-    found = pareto_table(table, MEASURED)
-    return None if found.empty else found
-
-
-def _losses(numbers: pd.DataFrame) -> Figure:
-    """Two panels, ΔNLL and KL by bits: a few methods in their colours, the others grey, variants hollow.
+@register_figure(
+    "pareto",
+    "Loss and bits: {where}",
+    lambda table, _: found if len(found := runs_table(table)) > 1 else None,
+    of="table",
+    note=RULES,
+)
+def pareto_figure(numbers: pd.DataFrame) -> Figure:
+    """Two panels, ΔNLL and KL by effective bits: a few methods in their colours, the others grey, variants hollow.
 
     Formats of engines have a marker with a dark edge in the engine's colour. Bars are standard errors; rings and the
     line between them are the frontier of ΔNLL beyond noise, over methods.
     """
-    size = EFFECTIVE if EFFECTIVE.column in numbers else MEASURED
-    limit, numbers = numbers[numbers["method"] == LIMIT], numbers[numbers["method"] != LIMIT]
-    names = _shown_methods(numbers, size)
-    engines = _engines(numbers)
+    names = _choose_methods(numbers)
+    engines = _engine_looks(numbers)
     looks = engines | {name: {**look._asdict(), "capsize": 2} for name, look in lines_of(names).items()}
     made, axes = panels(2, 4.2 if engines else 3.5, 1, 2)  # the legend of engines is longer
     for axis, (loss, name) in zip(axes, LOSSES, strict=True):
-        known = numbers[numbers[loss].notna()].sort_values(size.column, kind="stable")
+        known = numbers[numbers[loss].notna()].sort_values(_EFFECTIVE, kind="stable")
         if known.empty:  # a task without this distance
             axis.set_visible(False)
             continue
         others = known[~known["method"].isin(list(looks))]
         for variant, fill in ((True, "none"), (False, _GREY)):
             some = others[others["variant"] == variant]
-            axis.plot(some[size.column], some[loss], "o", color=_GREY, markerfacecolor=fill, markersize=3)
+            axis.plot(some[_EFFECTIVE], some[loss], "o", color=_GREY, markerfacecolor=fill, markersize=3)
         for method in [*engines, *names]:
             part = known[known["method"] == method]
             error = part["delta_nll_se"].fillna(0) if loss == "delta_nll" else None
-            axis.errorbar(part[size.column], part[loss], error, **looks[method])
-        _scales(axis, known, loss, size.column)
+            axis.errorbar(part[_EFFECTIVE], part[loss], error, **looks[method])
+        _scale_axes(axis, known, loss, _EFFECTIVE)
         if loss == "delta_nll":
-            _frontier(axis, known, names, size.column)
-            axis.plot(limit[size.column], limit["delta_nll"], scalex=False, scaley=False, **_LIMIT_LINE)
-        dress(axis, size.words, name, grid="both")
-    handles = _handles(numbers, names) + ([] if limit.empty else [handle(LIMIT, **_LIMIT_LINE)])
+            _draw_frontier(axis, known, names)
+        dress(axis, "effective bits per element", name, grid="both")
+    handles = _legend_handles(numbers, names)
     columns = legend_columns([one.get_label() for one in handles], 2)
     made.legend(handles=handles, loc="outside lower center", ncols=columns)
     return made
 
 
-pareto_figure = register_figure(
-    "pareto",
-    "Loss and bits: {where}",
-    lambda table, _: found if len(found := pareto_table(table)) > 1 else None,
-    of="table",
-    note=RULES,
-)(_losses)
-engines_figure = register_figure(
-    "engines",
-    "Engines' formats beside papers' methods: {where}",
-    lambda table, _: engines_table(table),
-    of="table",
-    note=RULES,
-)(_losses)
-
-
-def _engines(numbers: pd.DataFrame) -> dict[str, dict[str, Any]]:
-    """Format of an engine -> its marker: the engine's colour and shape, hollow where it is a variant."""
+def _engine_looks(numbers: pd.DataFrame) -> dict[str, dict[str, Any]]:
+    """How each format of an engine is drawn: a marker in the engine's colour and shape, hollow for a variant."""
     found = {name: engine for name in numbers["method"] if (engine := engine_of(name))}
     order = sorted(set(found.values()))
     variants = set(numbers["method"][numbers["variant"].astype(bool)])
@@ -156,13 +122,13 @@ def _engines(numbers: pd.DataFrame) -> dict[str, dict[str, Any]]:
     return looks
 
 
-def _shown_methods(numbers: pd.DataFrame, size: Size) -> list[str]:
+def _choose_methods(numbers: pd.DataFrame) -> list[str]:
     """Methods with lines of their own: those that the project compares first, then those nearest to the front.
 
     Formats of engines are not among them. Near is the smallest factor, over a method's runs, between its loss and the
     lowest of as few or fewer bits.
     """
-    ordered = numbers.sort_values(size.column, kind="stable")
+    ordered = numbers.sort_values(_EFFECTIVE, kind="stable")
     losses = ordered["kl_mean"].fillna(ordered["delta_nll"]).clip(lower=1e-6)
     factor = losses / losses.cummin()
     best = factor.groupby(ordered["method"]).min()
@@ -175,10 +141,10 @@ def _shown_methods(numbers: pd.DataFrame, size: Size) -> list[str]:
     return sorted(ranks, key=lambda method: (*ranks[method], method))[: len(_USUAL)]
 
 
-def _handles(numbers: pd.DataFrame, names: Sequence[str]) -> list[Any]:
+def _legend_handles(numbers: pd.DataFrame, names: Sequence[str]) -> list[Any]:
     """Handles of the legend, one for each kind of line or marker that is drawn."""
     made = [handle(name, **look._asdict(), markersize=4) for name, look in lines_of(names).items()]
-    engines = _engines(numbers)
+    engines = _engine_looks(numbers)
     for engine, name in sorted({str(engine_of(name)): name for name in reversed(engines)}.items()):
         filled = {"markeredgecolor": _FRONT, "markerfacecolor": engines[name]["color"]}
         made.append(handle(f"engine: {engine}", **engines[name] | filled))
@@ -191,26 +157,29 @@ def _handles(numbers: pd.DataFrame, names: Sequence[str]) -> list[Any]:
     return made
 
 
-def _scales(axis: Any, known: pd.DataFrame, loss: str, column: str) -> None:
-    """Bits by powers of two, losses by powers of ten."""
-    symlog(axis, known[loss])
+def _scale_axes(axis: Any, known: pd.DataFrame, loss: str, column: str) -> None:
+    """Scale bits (`column` of the numbers) along x by powers of two, losses along y by powers of ten."""
+    scale_losses(axis, known[loss])
     low, high = float(known[column].min()), float(known[column].max())
     ticks = [tick for tick in _BITS if 0.8 * low <= tick <= 1.1 * high]
-    powers_of_two(axis, ticks, [f"{tick:g}" for tick in ticks])
+    scale_by_two(axis, ticks, [f"{tick:g}" for tick in ticks])
     axis.set_xlim(0.8 * low, 1.1 * high)
 
 
-def _frontier(axis: Any, known: pd.DataFrame, named: Sequence[str], column: str) -> None:
-    """Rings, the line between them, and each ring's name next to it."""
+def _draw_frontier(axis: Any, known: pd.DataFrame, named: Sequence[str]) -> None:
+    """Draw a ring around each run on the frontier, the line between them, and each run's name where there is room.
+
+    Runs of methods in `named` have their colours, the others are black.
+    """
     ring = known[known["frontier"]]
     if ring.empty:
         return
     front: dict[str, Any] = {"color": _FRONT, "linewidth": 0.8, "zorder": 3}
-    axis.plot(ring[column], ring["delta_nll"], drawstyle="steps-post", **front)
-    axis.plot(ring[column], ring["delta_nll"], "o", **_RING, **front)
-    axis.set_xlim(left=0.55 * float(known[column].min()))  # room for the names
+    axis.plot(ring[_EFFECTIVE], ring["delta_nll"], drawstyle="steps-post", **front)
+    axis.plot(ring[_EFFECTIVE], ring["delta_nll"], "o", **_RING, **front)
+    axis.set_xlim(left=0.55 * float(known[_EFFECTIVE].min()))  # room for the names
     axis.get_ylim()  # matplotlib computes the limits now
-    places = ring[[column, "delta_nll"]].to_numpy(dtype=float)
+    places = ring[[_EFFECTIVE, "delta_nll"]].to_numpy(dtype=float)
     points = (axis.transScale + axis.transLimits).transform(places) * _PANEL
     taken = [Bbox.from_extents(x - 4, y - 4, x + 4, y + 4) for x, y in points.tolist()]
     for (x, y), (_, run) in zip(points.tolist(), ring.iterrows(), strict=True):
@@ -227,7 +196,7 @@ def _frontier(axis: Any, known: pd.DataFrame, named: Sequence[str], column: str)
         own = run["method"] in named or engine_of(run["method"])
         look = {"fontsize": _NAME, "color": colour_of(run["method"]) if own else "black", "va": "center"}
         place = {"xytext": (across, up), "textcoords": "offset points", "ha": "right" if across < 0 else "left"}
-        axis.annotate(text, (run[column], run["delta_nll"]), **place, **look)
+        axis.annotate(text, (run[_EFFECTIVE], run["delta_nll"]), **place, **look)
 
 
 # Offsets of a label from its ring in points; the first without an overlap is taken. matplotlib avoids no overlaps.
@@ -263,13 +232,13 @@ def variants_figure(numbers: pd.DataFrame) -> Figure:
     """Bars of ΔNLL with standard errors, a panel for each width, the best on top."""
     parts = [(bits, part.head(_MOST_BARS)) for bits, part in numbers.groupby("bits", sort=False)][:_MOST_PANELS]
     heights = [len(part) for _, part in parts]
-    made = figure(2, 0.9 + sum(0.25 + 0.16 * height for height in heights))
-    axes = made.subplots(len(parts), 1, squeeze=False, height_ratios=[height + 1 for height in heights])
+    ratios, whole = [height + 1 for height in heights], 0.9 + sum(0.25 + 0.16 * height for height in heights)
+    made, axes = panels(2, whole, len(parts), 1, squeeze=False, height_ratios=ratios)
     for axis, (bits, part) in zip(axes.flat, parts, strict=True):
         look = {"color": [colour_of(name) for name in part["variant"]], "capsize": 2}
         axis.barh(range(len(part)), part["delta_nll"], 0.7, xerr=part["delta_nll_se"].fillna(0), **look)
         sizes = ["" if pd.isna(size) else f" ({size:.2f})" for size in part["effective_bits"]]
-        rows_named(axis, [f"{name}{size}" for name, size in zip(part["variant"], sizes, strict=True)])
+        name_rows(axis, [f"{name}{size}" for name, size in zip(part["variant"], sizes, strict=True)])
         axis.axvline(0, color=GREY, linewidth=0.6)
         axis.set_title(f"{bits} bits", loc="left")
     made.supxlabel(f"{METRICS['delta_nll'].title}; effective bits in brackets", fontsize=8)
@@ -278,11 +247,11 @@ def variants_figure(numbers: pd.DataFrame) -> Figure:
 
 def families(table: Table, _: Store | None = None) -> dict[tuple[str, str], pd.DataFrame]:
     """Methods whose variants differ in measured bits, by name (twice), with the methods that are compared first."""
-    numbers, found = runs_table(table, MEASURED), {}
+    numbers, found = runs_table(table, measured_bits, _MEASURED), {}
     own = numbers["method"].map(method_of)
     for method in sorted(set(own) - set(_FIRST_COMPARED)):
         part = numbers[own == method]
-        if part["method"].nunique() >= _FEWEST and part[MEASURED.column].round(1).nunique() >= _RATES:
+        if part["method"].nunique() >= _FEWEST and part[_MEASURED].round(1).nunique() >= _RATES:
             found[method, method] = numbers[(own == method) | numbers["method"].isin(_FIRST_COMPARED)]
     return found
 
@@ -290,7 +259,7 @@ def families(table: Table, _: Store | None = None) -> dict[tuple[str, str], pd.D
 @register_figure("measured-{name}", "Variants of {what} over measured bits: {where}", families, of="table")
 def family_figure(numbers: pd.DataFrame) -> Figure:
     """ΔNLL with standard errors by measured bits: a marker for each variant, lines of the methods compared first."""
-    known = numbers[numbers["delta_nll"].notna()].sort_values(MEASURED.column, kind="stable")
+    known = numbers[numbers["delta_nll"].notna()].sort_values(_MEASURED, kind="stable")
     usual = [name for name in _FIRST_COMPARED if (known["method"] == name).any()]
     variants = sorted(set(known["method"]) - set(usual))
     line: dict[str, Any] = {"alpha": 0.6, "markersize": 3}
@@ -302,8 +271,8 @@ def family_figure(numbers: pd.DataFrame) -> Figure:
     made, axis = panels(2, 4.6)
     for name, look in looks.items():
         part = known[known["method"] == name]
-        axis.errorbar(part[MEASURED.column], part["delta_nll"], part["delta_nll_se"].fillna(0), capsize=2, **look)
-    _scales(axis, known, "delta_nll", MEASURED.column)
-    dress(axis, MEASURED.words, METRICS["delta_nll"].title, grid="both")
+        axis.errorbar(part[_MEASURED], part["delta_nll"], part["delta_nll_se"].fillna(0), capsize=2, **look)
+    _scale_axes(axis, known, "delta_nll", _MEASURED)
+    dress(axis, "measured bits per element, without the residual", METRICS["delta_nll"].title, grid="both")
     made.legend(loc="outside lower center", ncols=legend_columns([look["label"] for look in looks.values()], 2))
     return made

@@ -9,9 +9,17 @@ import numpy as np
 import pandas as pd
 from matplotlib.figure import Figure
 
-from kvq.report.figures.drawing import GREY, dress, handle, level, multiples, panels, register_figure
+from kvq.report.figures.drawing import (
+    GREY,
+    colour,
+    dress,
+    evenly_spread,
+    handle,
+    multiples,
+    panels,
+    register_figure,
+)
 from kvq.report.figures.error import rows_of
-from kvq.report.figures.style import colour, evenly_spread, marker
 from kvq.results import Record, Store
 
 SIDES = ("query", "key", "value")
@@ -19,11 +27,6 @@ _LAYERS = 4  # columns of the figure by layer; of more layers, that many evenly 
 _LOW = 0.5  # a token whose median norm is below so much of the others' stands apart in colour
 _BOX = ("least", "lower", "median", "upper", "largest")
 _COLOURS = {"text": colour(0), "image": colour(1), "video": colour(4), "audio": colour(5), "all": GREY}
-_SPREADS = {
-    "variation": "deviation / mean",
-    "relative": "median / median of all",
-    "max_over_median": "largest / median",
-}
 
 
 def norms_table(record: Record, store: Store) -> pd.DataFrame:
@@ -170,34 +173,4 @@ def modality_tokens_figure(table: pd.DataFrame) -> Figure:
     names = table["modality"].unique()
     handles = [handle(f"{name} tokens", color=_COLOURS[name], linewidth=3) for name in names]
     made.legend(handles=handles, loc="outside lower right", ncols=len(handles))
-    return made
-
-
-def modality_layers_table(record: Record, store: Store) -> pd.DataFrame:
-    """One line per side, layer and modality, `all` tokens among them: spreads of norms, means over prompts."""
-    rows = rows_of(record, store, "modality")
-    if rows.empty:
-        return rows
-    kept = [*_SPREADS, "max_over_min", "median_over_min", "tokens"]
-    return rows.groupby(["side", "layer", "modality"], sort=False)[kept].mean().reset_index()
-
-
-@register_figure(
-    "modality-layers", "Spread of norms by modality: {where}", modality_layers_table, of="first", task="modality"
-)
-def modality_layers_figure(table: pd.DataFrame) -> Figure:
-    """By layer and modality: spread of norms, median norm over that of all tokens, largest norm over the median."""
-    long = table.melt(["side", "layer", "modality"], list(_SPREADS), "quantity")
-    sides = ("side", {side: f"{side} norms" for side in SIDES})
-    made, axes, parts = multiples(4.6, long, ("quantity", _SPREADS), sides, sharex=True, sharey="row")
-    for axis, quantity, _, here in parts:
-        for index, (name, part) in enumerate(here.groupby("modality", sort=False)):
-            if (quantity, name) != ("relative", "all"):  # 1 by its definition
-                look = {"color": _COLOURS[str(name)], "label": f"{name} tokens"}
-                axis.plot(part["layer"], part["value"], f"{marker(index)}-", **look)
-        if quantity == "relative":
-            level(axis, 1)
-        dress(axis, whole=True)
-    axes[0, 0].legend(loc="best")
-    made.supxlabel("layer", fontsize=8)
     return made

@@ -13,8 +13,18 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator
 
 from kvq.config.limits import DISTRIBUTION, EMBEDDED
-from kvq.report.figures.drawing import dress, handle, multiples, panels, register_figure, register_numbers
-from kvq.report.figures.style import Line, lines_of, marker, symlog
+from kvq.report.figures.drawing import (
+    Line,
+    dress,
+    handle,
+    lines_of,
+    marker,
+    multiples,
+    panels,
+    register_figure,
+    register_numbers,
+    scale_losses,
+)
 from kvq.report.labels import FIRST, begins_otherwise, label, named
 from kvq.results import Record, run_key
 from kvq.results.metrics import METRICS
@@ -151,7 +161,7 @@ def scatter_figure(table: pd.DataFrame) -> Figure:
     """Δ perplexity over the spread of keys' and of values' norms: a colour for each method, a marker for each model."""
     made, axes = panels(2, 4, 1, 2, sharey=True)
     models, looks = sorted(table["model"].unique()), lines_of(table["method"])
-    symlog(axes[0], table["delta_perplexity"])  # before points, by which the axis is scaled
+    scale_losses(axes[0], table["delta_perplexity"])  # before points, by which the axis is scaled
     for axis, (name, side) in zip(axes, _DRAWN.items(), strict=True):
         for _, point in table.iterrows():
             look = {"marker": marker(models.index(point["model"])), "color": looks[point["method"]].color}

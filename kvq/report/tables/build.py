@@ -17,15 +17,10 @@ from typing import TYPE_CHECKING, Any
 from kvq.errors import RecordError, printable
 from kvq.report.comparisons import (
     Comparisons,
-    Limit,
-    Limits,
     Verdicts,
-    bits_above,
     effective_bits,
     frontier,
     is_noise,
-    limit_of,
-    limits_of,
     measured_bits,
     read_records,
     samples_of,
@@ -71,16 +66,15 @@ def build_tables(
         records = [record for record in records if record.key in wanted]
     groups: dict[str, list[Record]] = defaultdict(list)
     for record in records:
-        groups[run_key(_protocol(record))].append(record)
+        groups[run_key(_protocol_settings(record))].append(record)
     _join_baselines(groups)
     unused: dict[Path, str] = {}
     comparisons = Comparisons(lambda record: samples_of(record, store, unused))
-    limits = limits_of(records, comparisons.samples)
     stale = stale or staleness()
-    tables = [_table(name, groups[name], comparisons, limits, stale) for name in sorted(groups)]
+    tables = [_make_table(name, groups[name], comparisons, stale) for name in sorted(groups)]
     reasons = {file.path: file.reason for file in broken} | unused
     files = tuple(Broken(path, reason) for path, reason in reasons.items())
-    return Tables(tuple(sorted(told_apart(tables), key=lambda table: table.slug)), files)
+    return Tables(tuple(sorted(distinguish_titles(tables), key=lambda table: table.slug)), files)
 
 
 def _join_baselines(groups: dict[str, list[Record]]) -> None:
@@ -94,8 +88,8 @@ def _join_baselines(groups: dict[str, list[Record]]) -> None:
             groups[asked.pop()] += groups.pop(name)
 
 
-def told_apart(tables: Sequence[Table]) -> list[Table]:
-    """Give every table a title of its own: settings that differ are added where presets do not tell tables apart."""
+def distinguish_titles(tables: Sequence[Table]) -> list[Table]:
+    """Give every table a title of its own: to equal titles the settings are added in which their tables differ."""
     groups: dict[str, list[Table]] = defaultdict(list)
     for table in tables:
         groups[table.title].append(table)
@@ -108,52 +102,46 @@ def told_apart(tables: Sequence[Table]) -> list[Table]:
             name = title.removesuffix(f" ({table.words})")
             words = [in_words(_WEIGHTS.get(name, name), own[name][:_HASH]) for name in apart if name in own]
             more = ", ".join(filter(None, [table.words, *words]))
-            out.append(replace(table, words=more, title=_titled(name, more)) if words else table)
+            out.append(replace(table, words=more, title=f"{name} ({more})") if words else table)
     return out
 
 
-def _titled(name: str, words: str) -> str:
-    return f"{name} ({words})" if words else name
+def _protocol_settings(run: Record) -> dict[str, Any]:
+    """The settings that runs of one table share: those of task, model and data set (else their names), and the seed."""
+    return {name: run.config.get(name, getattr(run, name, None)) for name in PROTOCOL}
 
 
-def _protocol(run: Record) -> dict[str, Any]:
-    fallback: dict[str, Any] = {"task": run.task, "model": run.model, "dataset": run.dataset, "seed": None}
-    return {name: run.config.get(name, fallback[name]) for name in PROTOCOL}
-
-
-def _table(
+def _make_table(
     protocol: str,
     records: Sequence[Record],
     comparisons: Comparisons,
-    limits: Limits,
     stale: Callable[[Record], bool],
 ) -> Table:
+    """The table of all runs of one protocol, whose hash `protocol` is; arguments as what `build_tables` makes them."""
     first = min(records, key=lambda run: (run.task, run.model, run.dataset, run.key))
-    limit = next((found for run in records if (found := limit_of(run, limits)) and found.curve), Limit((), ""))
-    rows, verdicts = _rows(records, comparisons, limit, stale)
+    rows, verdicts = _make_rows(records, comparisons, stale)
     model = model_name(first.model)
     slug = "-".join(re.sub(r"[^A-Za-z0-9.]+", "_", name) or "_" for name in (first.task, model, first.dataset))
     words = ", ".join(protocol_departures(first))
     return Table(
         slug=f"{slug[:_SLUG]}-{protocol[:8]}",
-        title=_titled(f"{first.task}: {model} on {first.dataset}", words),
-        protocol=_describe(first, records),
+        title=f"{first.task}: {model} on {first.dataset}" + (f" ({words})" if words else ""),
+        protocol=_list_settings(first, records),
         rows=rows,
-        notes=(*notes_of(rows, comparisons, verdicts), *filter(None, [limit.note])),
+        notes=tuple(notes_of(rows, comparisons, verdicts)),
         words=words,
         about=protocol_of(first),
-        settings=tuple((name, text) for name, text in flatten(_protocol(first)) if text != "null"),
+        settings=tuple((name, text) for name, text in flatten(_protocol_settings(first)) if text != "null"),
         texts=texts_of(rows, comparisons.samples),
-        limit=limit.curve,
     )
 
 
-def _rows(
-    records: Sequence[Record], comparisons: Comparisons, limit: Limit, stale: Callable[[Record], bool]
+def _make_rows(
+    records: Sequence[Record], comparisons: Comparisons, stale: Callable[[Record], bool]
 ) -> tuple[tuple[Row, ...], Verdicts]:
-    """Rows, and verdicts on all pairs of methods and on each name's neighbouring widths."""
+    """The rows of a table of these runs, and verdicts on all pairs of methods and each name's neighbouring widths."""
     baselines = {record.baseline_key for record in records} | {r.key for r in records if r.method == "fp16"}
-    names = _names(records)
+    names = _name_rows(records)
     done = [record for record in records if record.status == "done" and record.key not in baselines]
     known = {record.key: record for record in records}
     variants = {record.key for record in done if is_variant(record)}
@@ -192,7 +180,6 @@ def _rows(
                 p_value=corrected.get(record.key),
                 variant=record.key in variants,
                 unquantized=not baseline and is_unquantized(record, known),
-                above_limit=None if baseline else bits_above(record, limit.curve),
                 pays=None if (own := paying.get(record.key)) is None else (own[0], shown(own[1])),
             )
         )
@@ -211,8 +198,8 @@ def is_unquantized(record: Record, known: Mapping[str, Record]) -> bool:
     return alike and record.status == "done" and record.metrics.get("packed_bytes") == 0
 
 
-def _names(records: Sequence[Record]) -> dict[str, str]:
-    """Labels of rows by key; where two runs share label and bits, the settings that differ are added."""
+def _name_rows(records: Sequence[Record]) -> dict[str, str]:
+    """The label of each run by its key; where two runs share label and bits, the settings that differ are added."""
     by_label: dict[str, list[Record]] = defaultdict(list)
     for record in records:
         by_label[label(record)].append(record)
@@ -226,16 +213,20 @@ def _names(records: Sequence[Record]) -> dict[str, str]:
             apart |= {setting for setting in known if len({twin.get(setting) for twin in twins}) > 1}
         for run in runs:
             own = settings.get(run.key, {})
-            names[run.key] = label_with(
-                name, [in_words(setting, own[setting]) for setting in sorted(apart & own.keys())]
-            )
+            words = [in_words(setting, own[setting]) for setting in sorted(apart & own.keys())]
+            names[run.key] = label_with(name, words)
     return names
 
 
-def _describe(run: Record, records: Sequence[Record]) -> tuple[str, ...]:
-    """One line each on the task, the model, the dataset: every setting that is not null, in the order of its name."""
+def _list_settings(run: Record, records: Sequence[Record]) -> tuple[str, ...]:
+    """The lines above a table: settings of task, model, data set and seed that are not null, and what was scored.
+
+    Args:
+        run: any run of the table.
+        records: all of them; windows, tokens or items are named where all scored as many.
+    """
     lines = []
-    for name, value in _protocol(run).items():
+    for name, value in _protocol_settings(run).items():
         leaves = [f"{leaf}={text}" if leaf else text for leaf, text in sorted(flatten(value)) if text != "null"]
         if leaves:
             lines.append(f"{name}: {', '.join(leaves)}")
@@ -267,34 +258,31 @@ def texts_of(rows: Sequence[Row], samples: Callable[[Record], list[dict[str, Any
         with suppress(RecordError):
             first = next(iter(samples(row.record)), {})
             if all(isinstance(first.get(name), str) for name in ("prompt", "text")):
-                found.append((row, _clean(first["prompt"]), _clean(first["text"])))
+                prompt, text = (printable(first[name]) for name in ("prompt", "text"))
+                found.append((row, *(t if len(t) <= _LONGEST else f"{t[: _LONGEST - 1]}…" for t in (prompt, text))))
     if not found:
         return None
     full = next((text for row, _, text in found if row.baseline), None)
-    return Texts(found[0][1], tuple(_continuation(row, text, full) for row, _, text in found))
+    return Texts(found[0][1], tuple(_compare_text(row, text, full) for row, _, text in found))
 
 
-def _continuation(row: Row, text: str, full: str | None) -> Continuation:
+def _compare_text(row: Row, text: str, full: str | None) -> Continuation:
+    """The text of a row's run, split where it leaves that of full precision, `full` (None: there is none)."""
     name = f"{row.name}, {row.bits} bits" if row.record.bits else row.name
     if row.baseline or full is None or text == full:
-        said = "the same text as full precision" if text == full and not row.baseline else ""
-        return Continuation(name, said, text, "", "")
+        return Continuation(name, "the same text as full precision" * (text == full and not row.baseline), text, "", "")
     same, metrics = os.path.commonprefix([text, full]), row.record.metrics  # noqa: RUF071 - of characters, not folders
     rest = text[len(same) :]
     word = re.match(r"\s*\S*", rest)
     cut = word.end() if word else 0
-    said = f"{metrics.get('same_tokens', 0):.0f} of {metrics.get('new_tokens', 0):.0f} tokens as full precision"
-    return Continuation(name, said, same, rest[:cut], rest[cut:])
-
-
-def _clean(text: str) -> str:
-    shown = printable(text)
-    return shown if len(shown) <= _LONGEST else f"{shown[: _LONGEST - 1]}…"
+    shared = f"{metrics.get('same_tokens', 0):.0f} of {metrics.get('new_tokens', 0):.0f} tokens as full precision"
+    return Continuation(name, shared, same, rest[:cut], rest[cut:])
 
 
 FRAME_METRICS: list[str] = LISTED["frame"]
 """Metrics that have a column; the others are in `kvq.results.Record.metrics`."""
 _SETTINGS = ("scoring", "windows", "context", "stride", "max_windows", "lengths")
+_MACHINE = ("peak_memory_bytes", "device", "cpu", "started")
 
 
 def load_results(folder: str | Path = "results") -> pd.DataFrame:
@@ -316,26 +304,25 @@ def load_results(folder: str | Path = "results") -> pd.DataFrame:
     import pandas as pd
 
     store = Store(folder)
-    lines = [_frame_line(row, table) for table in build_tables(store).tables for row in table.rows]
+    names = ("method", "bits", "task", "model", "dataset", "status", "reason")
+    lines = [
+        {
+            "label": row.name,
+            **{name: getattr(row.record, name) for name in names},
+            "protocol": table.words,
+            "table": table.slug,
+            **{name: getattr(row, name) for name in ("baseline", "within_noise", "best", "stale")},
+            "p_holm": row.p_value,
+            **{f"task.{name}": row.record.config.get("task", {}).get(name) for name in _SETTINGS},
+            **{name: row.record.metrics.get(name) for name in FRAME_METRICS},
+            "seconds": sum(row.record.provenance.wall_seconds.values()),
+            **{name: getattr(row.record.provenance, name) for name in _MACHINE},
+            "key": row.record.key,
+            "baseline_key": row.record.baseline_key,
+        }
+        for table in build_tables(store).tables
+        for row in table.rows
+    ]
     if not lines:
         raise RecordError(f"load_results: no records in {store.runs}")
     return pd.DataFrame(lines)
-
-
-def _frame_line(row: Row, table: Table) -> dict[str, Any]:
-    record = row.record
-    known, settings = record.provenance, record.config.get("task", {})
-    return {
-        "label": row.name,
-        **{name: getattr(record, name) for name in ("method", "bits", "task", "model", "dataset", "status", "reason")},
-        "protocol": table.words,
-        "table": table.slug,
-        **{name: getattr(row, name) for name in ("baseline", "within_noise", "best", "stale")},
-        "p_holm": row.p_value,
-        **{f"task.{name}": settings.get(name) for name in _SETTINGS},
-        **{name: record.metrics.get(name) for name in FRAME_METRICS},
-        "seconds": sum(known.wall_seconds.values()),
-        **{name: getattr(known, name) for name in ("peak_memory_bytes", "device", "cpu", "started")},
-        "key": record.key,
-        "baseline_key": record.baseline_key,
-    }

@@ -61,11 +61,11 @@ def grids_of(filled: Filled) -> list[Sheet]:
     for machine, cells in _by_machine(filled.cells):
         for section in labels_of(cells, experiment.sections):
             here = [cell for cell in cells if labels_of([cell], experiment.sections) == [section]]
-            grids.append(_grid(experiment, here, ", ".join(filter(None, [*section, machine]))))
+            grids.append(_make_grid(experiment, here, ", ".join(filter(None, [*section, machine]))))
     for model, small in filled.stand_ins.items():
         for machine, here in _by_machine(small):
             said = ", ".join(filter(None, [f"stand-in on {model}, not the paper's experiment", machine]))
-            grids.append(_grid(experiment, here, said))
+            grids.append(_make_grid(experiment, here, said))
     return grids
 
 
@@ -75,7 +75,11 @@ def _by_machine(cells: Sequence[Shown]) -> list[tuple[str, list[Shown]]]:
     return [(name and f"times on {name}", [cell for cell in cells if cell.machine == name]) for name in machines]
 
 
-def _grid(experiment: Experiment, cells: Sequence[Shown], section: str) -> Sheet:
+def _make_grid(experiment: Experiment, cells: Sequence[Shown], section: str) -> Sheet:
+    """One table of an experiment: labels of rows, bits, then a column for each combination of the other labels.
+
+    `section`: what its title says besides the experiment's; a label that all cells share stands there too.
+    """
     rows = [axis for axis in experiment.rows if any(cell.asked.labels.get(axis) for cell in cells)]
     others = [axis for axis in AXES if axis not in (*experiment.rows, *experiment.sections)]
     columns = [axis for axis in others if len(labels_of(cells, [axis])) > 1]
@@ -83,35 +87,33 @@ def _grid(experiment: Experiment, cells: Sequence[Shown], section: str) -> Sheet
     printed = any(cell.published is not None for cell in cells)
     numbers: dict[str, int] = {}
     lines = []
-    titles, digits = labels_of(cells, columns), _digits(cells)
+    titles, digits = labels_of(cells, columns), _count_digits(cells)
     for row in labels_of(cells, rows):
         here = [cell for cell in cells if labels_of([cell], rows) == [row]]
         places = {labels_of([cell], columns)[0]: cell for cell in here}
         shown = [
-            _cell(cell, numbers, digits.get(cell.asked.metric, 3), printed) if (cell := places.get(title)) else ""
+            _cell_text(cell, numbers, digits.get(cell.asked.metric, 3), printed) if (cell := places.get(title)) else ""
             for title in titles
         ]
-        lines.append([*row, *_bits(here, printed), *shown])
+        lines.append([*row, *_bits_of_row(here, printed), *shown])
     what = ", ".join(filter(None, ["measured / published / difference" if printed else "measured", experiment.units]))
     names = [", ".join(filter(None, title)) or what for title in titles]
     bits = [*_BITS[:1]] * printed + [*_BITS[1:]]
     title = ": ".join(filter(None, [experiment.title, "; ".join(filter(None, [section, *constant]))]))
     notes = [f"Cells: {what}."] if columns else []
-    notes += _notes(experiment, cells, numbers)
+    notes += _notes_of(experiment, cells, numbers)
     return Sheet(title, [*rows, *bits, *names], lines, range(len(rows)), notes=notes)
 
 
-def _bits(cells: Sequence[Shown], printed: bool) -> list[str]:
-    published = list(dict.fromkeys(cell.published.avg_bits for cell in cells if cell.published))
-    measured = [[getattr(cell, name) for cell in cells] for name in ("bits", "effective_bits")]
-    texts = [list(dict.fromkeys(fixed(bits, 3) for bits in row if bits is not None)) for row in measured]
-    return [
-        *([", ".join(filter(None, published)) or DASH] if printed else []),
-        *(", ".join(row) or DASH for row in texts),
-    ]
+def _bits_of_row(cells: Sequence[Shown], printed: bool) -> list[str]:
+    """Texts of a row's bits: as published (where the table has a published number), measured and effective."""
+    found = [[cell.published.avg_bits for cell in cells if cell.published and cell.published.avg_bits]] * printed
+    for bits in ([cell.bits for cell in cells], [cell.effective_bits for cell in cells]):
+        found.append([fixed(one, 3) for one in bits if one is not None])
+    return [", ".join(dict.fromkeys(row)) or DASH for row in found]
 
 
-def _digits(cells: Sequence[Shown]) -> dict[str, int]:
+def _count_digits(cells: Sequence[Shown]) -> dict[str, int]:
     """Decimals by metric: as many as the paper prints of it; three where nothing is published."""
     digits: dict[str, int] = {}
     for cell in cells:
@@ -122,7 +124,11 @@ def _digits(cells: Sequence[Shown]) -> dict[str, int]:
     return digits
 
 
-def _cell(cell: Shown, numbers: dict[str, int], digits: int, printed: bool) -> str:
+def _cell_text(cell: Shown, numbers: dict[str, int], digits: int, printed: bool) -> str:
+    """A cell as text: measured, and where the table has published numbers (`printed`) those and the difference.
+
+    `numbers` takes the reason why there is no measured one, under the number of its note.
+    """
     if cell.value is None:
         mark = f" [{numbers.setdefault(cell.reason, len(numbers) + 1)}]" if cell.reason else ""
         measured = f"{DASH}{mark}"
@@ -142,7 +148,8 @@ def _cell(cell: Shown, numbers: dict[str, int], digits: int, printed: bool) -> s
     return f"{measured} / {published} / {difference}"
 
 
-def _notes(experiment: Experiment, cells: Sequence[Shown], numbers: Mapping[str, int]) -> Iterator[str]:
+def _notes_of(experiment: Experiment, cells: Sequence[Shown], numbers: Mapping[str, int]) -> Iterator[str]:
+    """The notes below a table: reasons by their numbers, what its marks mean, and the commands of missing runs."""
     for reason, number in numbers.items():
         yield f"[{number}] {reason}"
     for note in dict.fromkeys(cell.published.note for cell in cells if cell.published and cell.published.note):

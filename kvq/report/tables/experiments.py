@@ -148,8 +148,8 @@ class Answers(dict[Address, Record]):
 
 def address(record: Record) -> Address:
     """Where a record is found."""
-    name = signature(record.config, record.model, record.dataset)
-    return Address(name, str(record.config.get("machine") or ""))
+    machine = str(record.config.get("machine") or "")
+    return Address(signature(record.config, record.model, record.dataset), machine)
 
 
 def by_signature(records: Iterable[Record]) -> Answers:
@@ -158,8 +158,8 @@ def by_signature(records: Iterable[Record]) -> Answers:
     return Answers((address(record), record) for record in wanted)
 
 
-def _machines(cells: Iterable[Asked], records: Answers) -> list[str]:
-    """Machines whose times answer some run of the cells; an empty name where there is none."""
+def _machines_of(cells: Iterable[Asked], records: Answers) -> list[str]:
+    """Names of the machines whose recorded times answer some run of the cells; one empty name where there is none."""
     signatures = {run.signature for cell in cells for run in cell.runs if run.signature in records.machines}
     return sorted({machine for name in signatures for machine in records.machines[str(name)]}) or [""]
 
@@ -175,11 +175,11 @@ def shown_cells(
     Times of different machines are never in one table: there is a cell for each machine.
     """
     cells = []
-    for machine in _machines(experiment.cells, records):
+    for machine in _machines_of(experiment.cells, records):
         for asked in experiment.cells:
             published = reference.find(experiment.paper, experiment.table, asked.labels)
             if published is not None or experiment.table is None or set(experiment.own) & set(asked.labels.values()):
-                cells.append(_shown(asked, published, records, stale, machine, experiment))
+                cells.append(_fill_cell(asked, published, records, stale, machine, experiment))
     return cells
 
 
@@ -188,12 +188,12 @@ def stand_in_cells(
 ) -> list[Shown]:
     """The cells of a stand-in, by machine as `shown_cells`; nothing where none of its runs is there."""
     asked = experiment.stand_ins[model]
-    machines = _machines(asked, records)
-    cells = [_shown(one, None, records, stale, machine, experiment) for machine in machines for one in asked]
+    machines = _machines_of(asked, records)
+    cells = [_fill_cell(one, None, records, stale, machine, experiment) for machine in machines for one in asked]
     return cells if any(cell.value is not None for cell in cells) else []
 
 
-def _shown(
+def _fill_cell(
     asked: Asked,
     published: Published | None,
     records: Answers,
@@ -201,6 +201,7 @@ def _shown(
     machine: str,
     experiment: Experiment,
 ) -> Shown:
+    """A cell with what the records of its runs give, times of one machine; without a number and with the reason."""
     answers = [(run, records.find(run, machine)) for run in asked.runs]
     found = [record for _, record in answers if record is not None]
     missing = tuple(run.command for run, record in answers if record is None)
@@ -210,7 +211,7 @@ def _shown(
         reason = f"{failed.status}: {failed.reason or 'no reason recorded'}"
     if reason is not None or not found or missing:
         return Shown(asked, published, reason=reason, missing=missing, machine=machine)
-    value = _value(found, asked.metric, experiment.pool, records.by_key)
+    value = _pool_metric(found, asked.metric, experiment.pool, records.by_key)
     if value is None:
         return Shown(asked, published, reason=f"{NO_METRIC} '{asked.metric}'", machine=machine)
     single = found[0] if len(found) == 1 else None
@@ -220,8 +221,8 @@ def _shown(
         published,
         value=experiment.scale * value,
         error=None if error is None else abs(experiment.scale) * error,
-        bits=_mean("bits_per_element", found),
-        effective_bits=_mean("effective_bits", found),
+        bits=_mean_of("bits_per_element", found),
+        effective_bits=_mean_of("effective_bits", found),
         within_noise=single is not None and _within_noise(single, asked.metric),
         unquantized=all(is_unquantized(record, records.by_key) for record in found),
         stale=any(stale(record) for record in found),
@@ -246,7 +247,7 @@ def _within_noise(record: Record, metric: str) -> bool:
     return is_noise(record, record.metrics.get("p_value"))
 
 
-def _value(records: Sequence[Record], metric: str, pool: str, known: Mapping[str, Record]) -> float | None:
+def _pool_metric(records: Sequence[Record], metric: str, pool: str, known: Mapping[str, Record]) -> float | None:
     """What a cell's records give: a statistic over all of them, or their metric, pooled; None where one lacks it."""
     is_statistic, value = read_statistic(records, metric, known)
     if is_statistic:
@@ -258,7 +259,8 @@ def _value(records: Sequence[Record], metric: str, pool: str, known: Mapping[str
     return sum(found) / (1 if pool == "sum" else len(found))
 
 
-def _mean(metric: str, records: Sequence[Record]) -> float | None:
+def _mean_of(metric: str, records: Sequence[Record]) -> float | None:
+    """Mean of a metric over the records that have it; None where none has."""
     known = [record.metrics[metric] for record in records if metric in record.metrics]
     return sum(known) / len(known) if known else None
 

@@ -1,4 +1,4 @@
-"""Tables as Markdown, CSV and LaTeX that fits a page, and their files: replaced whole, the same bytes each time."""
+"""Tables as Markdown, CSV, LaTeX that fits a page, and on a terminal; their files, the same bytes each time."""
 
 from __future__ import annotations
 
@@ -6,17 +6,36 @@ import io
 import itertools
 import os
 import re
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Container, Iterable, Mapping, Sequence
+from contextlib import suppress
 from csv import DictWriter
+from dataclasses import replace
 from pathlib import Path
 
 import yaml
+from rich import box
+from rich.cells import cell_len
+from rich.console import Console
+from rich.table import Table as RichTable
+from rich.text import Text as RichText
 
 from kvq.errors import RecordError, printable, reason_of
 from kvq.report.command import no_records, write_files
 from kvq.report.tables.build import build_tables
-from kvq.report.tables.layout import LISTED, Sheet, Table, Tables, is_of_diagnostics, is_of_items, is_of_texts
-from kvq.results import Record, Store
+from kvq.report.tables.layout import (
+    LISTED,
+    Sheet,
+    Table,
+    Tables,
+    Texts,
+    is_of_diagnostics,
+    is_of_items,
+    is_of_texts,
+    measured,
+)
+from kvq.report.tables.notes import shortest_notes
+from kvq.results import Store
 
 PACKAGES = ("array", "booktabs", "longtable", "pdflscape", "textcomp")
 PREAMBLE = "% needs " + "".join(f"\\usepackage{{{name}}}" for name in PACKAGES)
@@ -24,7 +43,7 @@ _MINUS = re.compile(r"(?<![0-9A-Za-z.])-(?=[0-9])")
 
 
 def landscape(sheet: Sheet) -> str:
-    """A `longtable` on pages turned sideways: columns of text have twice the width of numbers."""
+    """A sheet as LaTeX: a `longtable` on pages turned sideways; columns of text have twice the width of numbers."""
     left = [column in sheet.left for column in range(len(sheet.header))]
     whole = len(left) + sum(left)
     form = "".join(
@@ -44,12 +63,13 @@ def landscape(sheet: Sheet) -> str:
     lines += [f"\\toprule {header} \\\\ \\midrule \\{place}" for place in ("endfirsthead", "endhead")]
     lines += ["\\bottomrule \\endfoot"]
     for row, cells in enumerate(sheet.rows):
-        lines.append(" & ".join(_cell(sheet, row, column) for column in range(len(cells))) + " \\\\")
+        lines.append(" & ".join(_latex_cell(sheet, row, column) for column in range(len(cells))) + " \\\\")
     lines += ["\\end{longtable}", "\\raggedright", *(f"{escape_latex(note)}\\par" for note in sheet.notes)]
     return "\n".join([*lines, "\\end{landscape}"]) + "\n"
 
 
-def _cell(sheet: Sheet, row: int, column: int) -> str:
+def _latex_cell(sheet: Sheet, row: int, column: int) -> str:
+    """A cell of a sheet as LaTeX: escaped, with a minus sign before numbers, bold where the sheet says so."""
     text = escape_latex(sheet.rows[row][column])
     text = _breakable(text) if column in sheet.left else _MINUS.sub("$-$", text)
     text = f"{{}}{text}" if text.startswith("[") else text  # behind a line's end it would be a length
@@ -100,7 +120,6 @@ def csv(table: Table) -> str:
             "stale": row.stale,
             **({"p_holm": row.p_value} if is_of_items(table) else {}),
             **{name: row.record.metrics.get(name) for name in metrics if name != "within_noise"},
-            **({"bits_above_limit": row.above_limit} if table.limit else {}),
             "dtype": row.record.provenance.dtype,
             "key": row.record.key,
         }
@@ -121,19 +140,15 @@ def index(tables: Tables) -> str:
         rows = []
         for table in found:
             name = escape_markdown(table.title.partition(": ")[2] or table.title)
-            rows.append([f"[{name}]({table.slug}.md)", _counts(table)])
+            states = Counter(row.record.status for row in table.rows)
+            counts = [f"{count} {state}" for state, count in sorted(states.items())] or ["no runs"]
+            counts += [f"{stale} stale"] if (stale := sum(row.stale for row in table.rows)) else []
+            rows.append([f"[{name}]({table.slug}.md)", ", ".join(counts)])
         lines += ["", f"## {escape_markdown(task)}", "", *markdown_table(["table", "runs"], rows)]
     if tables.broken:
         lines += ["", "## Skipped, because they are not records", ""]
         lines += [f"- {escape_markdown(f'{broken.path.name}: {broken.reason}')}" for broken in tables.broken]
     return "\n".join(lines) + "\n"
-
-
-def _counts(table: Table) -> str:
-    states = [row.record.status for row in table.rows]
-    counts = ", ".join(f"{states.count(state)} {state}" for state in sorted(set(states))) or "no runs"
-    stale = sum(row.stale for row in table.rows)
-    return f"{counts}, {stale} stale" if stale else counts
 
 
 INDEX = "index.md"
@@ -148,13 +163,7 @@ _FORMATS = {"md": markdown, "csv": csv, "tex": latex}
 _OURS = re.compile(r"\]\(([A-Za-z0-9._-]+-[0-9a-f]{8})\.md\)")
 
 
-def write_tables(
-    store: Store,
-    out_dir: str | os.PathLike[str],
-    *,
-    stale: Callable[[Record], bool] | None = None,
-    tables: Tables | None = None,
-) -> list[Path]:
+def write_tables(store: Store, out_dir: str | os.PathLike[str], *, tables: Tables | None = None) -> list[Path]:
     """Write every table of a store as Markdown, CSV and LaTeX, with an index.md, and return their paths.
 
     Tables that an earlier index.md lists and that no longer exist are removed.
@@ -162,10 +171,9 @@ def write_tables(
     Args:
         store: where the records are.
         out_dir: the folder.
-        stale: as in `build_tables`.
         tables: those of the store, where they are built already.
     """
-    tables = build_tables(store, stale=stale) if tables is None else tables
+    tables = build_tables(store) if tables is None else tables
     if not tables.tables:
         raise no_records(store)
     folder = Path(out_dir)
@@ -201,16 +209,10 @@ def plain_cell(value: object) -> object:
     if not isinstance(value, str):
         return value
     text = value if "\r" not in value else value.replace("\r\n", "\n").replace("\r", "\n")  # csv does not quote these
-    formula = len(text) > 1 and text.lstrip()[:1] in ("=", "@", "+", "-") and not _is_number(text)
-    return f"'{text}" if formula else text
-
-
-def _is_number(text: str) -> bool:
-    try:
+    with suppress(ValueError):
         float(text)
-    except ValueError:
-        return False
-    return True
+        return text
+    return f"'{text}" if len(text) > 1 and text.lstrip()[:1] in ("=", "@", "+", "-") else text
 
 
 def csv_of(rows: Sequence[Mapping[str, object]]) -> str:
@@ -241,3 +243,96 @@ def escape_latex(text: str) -> str:
     # Two hyphens make a dash of another length.
     escaped = one_line(text).translate(_LATEX).replace("--", "-{}-").replace("--", "-{}-")
     return _UNKNOWN.sub(lambda found: rf"\texttt{{U+{ord(found[0]):04X}}}", escaped)
+
+
+# Columns that a narrow terminal leaves out first (then from the right); how many first columns always stay, and the
+# blanks behind a column.
+_LEFT_OUT = ("p99", "Δppl", "Meas.", "Top-1%", "KL")
+_KEPT, _BETWEEN = 5, 2
+# Characters of a prompt's end; what stands before the first word that differs.
+_SHOWN_PROMPT = 160
+MARK = "▶"
+
+
+def _plain(text: str, style: str = "") -> RichText:
+    """Text of a record for rich: no markup and no control character of it reaches the terminal."""
+    return RichText(printable(text), style=style)
+
+
+def print_tables(store: Store, console: Console, *, keys: Collection[str] | None = None) -> None:
+    """Print the tables of a store, or of the runs `keys` and their full-precision runs, with their shortest notes."""
+    tables = build_tables(store, keys=keys).tables
+    for table in tables:
+        print_table(table, console, shortest_notes(table))
+    if any(len(table.notes) > len(shortest_notes(table)) for table in tables):
+        said = _plain(f"All notes: kvq report --print --results {store.root}", "dim")
+        console.print(said, soft_wrap=not console.is_terminal)
+
+
+def print_table(table: Table, console: Console, notes: Sequence[str] | None = None) -> None:
+    """Print one table with these notes (None: all of its own), then the texts that its runs wrote."""
+    sheet = table.sheet if notes is None else replace(table.sheet, notes=notes)
+    if is_of_diagnostics(table) and not table.is_of_memory:
+        # A row for each metric and a column for each run: diagnostics have many metrics and few runs.
+        rows = [[column.title, *map(column.cell, table.rows)] for column in measured(table)]
+        header = ["Metric", *(f"{row.name} {row.bits}" for row in table.rows)]
+        sheet = Sheet(table.title, header, rows, {0}, notes=sheet.notes)
+    elif console.is_terminal:
+        sheet = _fit_columns(sheet, console.width)
+    print_sheet(sheet, console)
+    if table.texts is not None:
+        _print_texts(table.texts, console)
+
+
+def print_sheet(sheet: Sheet, console: Console) -> None:
+    """Print a table with its notes; in a pipe or file as plain lines of any width, a note on one line."""
+    console.print(_plain(sheet.title, style="italic"), soft_wrap=True)
+    header = sheet.short or sheet.header
+    if console.is_terminal:
+        drawn = RichTable(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
+        for place, name in enumerate(header):
+            drawn.add_column(_plain(name), justify="left" if place in sheet.left else "right", overflow="fold")
+        for r, row in enumerate(sheet.rows):
+            drawn.add_row(*(_plain(text, "bold" if (r, c) in sheet.bold else "") for c, text in enumerate(row)))
+        console.print(drawn)
+    else:
+        lines = [list(map(printable, row)) for row in (header, *sheet.rows)]
+        widths = [max(map(cell_len, column)) for column in zip(*lines, strict=True)]
+        for line in lines:
+            blanks = [" " * (width - cell_len(text)) for width, text in zip(widths, line, strict=True)]
+            cells = enumerate(zip(line, blanks, strict=True))
+            padded = [text + blank if place in sheet.left else blank + text for place, (text, blank) in cells]
+            console.file.write("  ".join(padded).rstrip() + "\n")
+    for note in sheet.notes:
+        console.print(_plain(note, style="dim"), soft_wrap=not console.is_terminal)
+
+
+def _print_texts(texts: Texts, console: Console) -> None:
+    """The end of the prompt and every continuation, with a mark where it leaves full precision's."""
+    end = texts.prompt[-_SHOWN_PROMPT:]
+    console.print(_plain(f"\nPrompt: {'…' if len(end) < len(texts.prompt) else ''}{end}", style="dim"))
+    for found in texts.continuations:
+        said = f" ({found.shared})" if found.shared else ""
+        console.print(_plain(f"\n{found.name}{said}:", style="italic"))
+        mark = MARK if found.differs else ""
+        console.print(RichText.assemble(found.same, (mark + found.differs, "bold"), found.rest))
+
+
+def _fit_columns(sheet: Sheet, width: int) -> Sheet:
+    """The sheet with the columns that fit a terminal `width` characters wide; the first `_KEPT` always stay."""
+    names, places = sheet.short, list(range(len(sheet.short)))
+    sizes = [max(map(cell_len, column)) + _BETWEEN for column in zip(names, *sheet.rows, strict=True)]
+    first = [names.index(name) for name in _LEFT_OUT if name in names]
+    for place in [*first, *reversed([place for place in places[_KEPT:] if place not in first])]:
+        if sum(sizes[kept] for kept in places) <= width:
+            break
+        places.remove(place)
+    out = [title for place, title in enumerate(sheet.header) if place not in places]
+    return replace(
+        sheet,
+        short=[names[place] for place in places],
+        rows=[[row[place] for place in places] for row in sheet.rows],
+        left=[place for place, kept in enumerate(places) if kept in sheet.left],
+        bold={(row, places.index(column)) for row, column in sheet.bold if column in places},
+        notes=[*([f"Not shown at this width: {', '.join(out)}."] if out else []), *sheet.notes],
+    )

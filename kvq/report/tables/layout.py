@@ -39,7 +39,6 @@ class Row:
     variant: bool = False
     unquantized: bool = False
     tokens: int | None = None
-    above_limit: float | None = None
     pays: tuple[float, str] | None = None
 
     @property
@@ -55,11 +54,11 @@ class Row:
 class Continuation:
     """A text in three parts: what it shares with full precision's, the word that differs first, and what follows.
 
-    `said`: how many tokens it shares.
+    `name`: of its run; `shared`: how many tokens it shares, in words.
     """
 
     name: str
-    said: str
+    shared: str
     same: str
     differs: str
     rest: str
@@ -106,7 +105,7 @@ class Table:
 
     `words`: what departs from the presets of task, model and text, which the title has too; `about`: the protocol in a
     line, for a figure; `protocol` and `settings`: every setting, as lines and as (name, JSON text).
-    `texts`: what the runs wrote, where writing was their task. `limit`: (bits, loss) of the limit.
+    `texts`: what the runs wrote, where writing was their task.
     """
 
     slug: str
@@ -118,7 +117,6 @@ class Table:
     about: str = ""
     settings: tuple[tuple[str, str], ...] = ()
     texts: Texts | None = None
-    limit: tuple[tuple[float, float], ...] = ()
 
     @property
     def lines(self) -> tuple[Row, ...]:
@@ -202,13 +200,10 @@ def _main(row: Row, metric: Metric) -> str:
     return _number(row, metric) if row.footnote is None else f"{DASH} [{row.footnote}]"
 
 
-def _of_metric(metric: Metric, text: Callable[..., str] = _number, **more: Any) -> Column:
-    """A column of a metric; `text` makes a cell of a row and the metric."""
-    return Column(metric.title, metric.short, functools.partial(text, metric=metric, **more))
-
-
 def _column(name: str, text: Callable[..., str] = _number, unit: str | None = None, **more: Any) -> Column:
-    return _of_metric(metric_of(name, unit), text, **more)
+    """The column of a metric in a unit (None: its own); `text` makes a cell of a row, the metric and `more`."""
+    metric = metric_of(name, unit)
+    return Column(metric.title, metric.short, functools.partial(text, metric=metric, **more))
 
 
 _DELTA_NLL = _column("delta_nll", _difference)._replace(title="ΔNLL ± SE (nats/token)", short="ΔNLL ± SE")
@@ -227,17 +222,14 @@ COLUMNS = (
 )
 
 
-def _total(row: Row) -> str:
+def _bits_with_tables(row: Row) -> str:
+    """Bits per element of a run with its calibrated tables, at 32K tokens in flight."""
     bits = total_bits(row.record.metrics, IN_FLIGHT["32K"])
     return DASH if bits is None or row.baseline else fixed(bits, 3)
 
 
-def _above_limit(row: Row) -> str:
-    return DASH if row.above_limit is None else fixed(row.above_limit, 2, signed=True)
-
-
 _WITH_TABLES = (
-    Column("Total bits/element at 32K tokens in flight, tables counted", "At 32K", _total),
+    Column("Total bits/element at 32K tokens in flight, tables counted", "At 32K", _bits_with_tables),
     Column("Tables pay from (tokens in flight; against)", "Pays from", lambda row: row.pays_text),
 )
 _TOKENS = Column("Tokens", "Tokens", lambda row: DASH if row.tokens is None else f"{row.tokens:,}")
@@ -246,10 +238,6 @@ _TOKENS = Column("Tokens", "Tokens", lambda row: DASH if row.tokens is None else
 def _at_length(row: Row, metric: Metric) -> str:
     """A metric that a record has for each length."""
     return _number(row, metric._replace(name=f"{metric.name}_{row.tokens}"))
-
-
-# What every table begins with.
-_RUN = COLUMNS[:4]
 
 
 LISTED = read_with_plugins(Path(__file__).with_name("columns.yaml"))
@@ -298,21 +286,21 @@ def columns_of(table: Table) -> tuple[Column, ...]:
 
     if table.is_of_memory:
         lengths = {name.rpartition("_")[0] for name in names}
-        own = [_of_metric(metric, _at_length) for name, metric in AT_LENGTH.items() if name in lengths]
-        return (*COLUMNS[:2], _TOKENS, *own)
+        known_metrics = [metric for name, metric in AT_LENGTH.items() if name in lengths]
+        cells = [Column(one.title, one.short, functools.partial(_at_length, metric=one)) for one in known_metrics]
+        return (*COLUMNS[:2], _TOKENS, *cells)
     if is_of_diagnostics(table):
         return (*COLUMNS[:2], *measured(table)[:_SHOWN_PARTS])
     if is_of_texts(table):
-        return (*_RUN, *(_column(name, with_error=True) for name in LISTED["written"][task]))
+        return (*COLUMNS[:4], *(_column(name, with_error=True) for name in LISTED["written"][task]))
     if task in LISTED["continued"]:
-        return (*_RUN, _column("nll"), _DELTA_NLL, *known("continued", task), *_parts(names, "delta_nll"))
+        return (*COLUMNS[:4], _column("nll"), _DELTA_NLL, *known("continued", task), *_parts(names, "delta_nll"))
     if not is_of_items(table):
         off = _column("preset_off", _difference)._replace(title="Preset's NLL − engine's ± SE", short="Off ± SE")
         compared = [off, *known("agreement")] if "preset_off" in names else []
-        above = [Column("Bits above the limit at equal loss", "Above", _above_limit)] if table.limit else []
         tails = known("tails_of_files" if task == "kld" else "tails")
         counted = _WITH_TABLES if any(row.pays is not None for row in table.rows) else ()
-        return (*COLUMNS, *tails, *counted, *above, *compared)
+        return (*COLUMNS, *tails, *counted, *compared)
     main = "accuracy" if "accuracy" in names else "score"
     columns = (
         _column(main, _main),
@@ -320,11 +308,11 @@ def columns_of(table: Table) -> tuple[Column, ...]:
         Column("Lost, gained (items)", "-/+", _lost_and_gained),
         Column("p (Holm)", "p", _p_value),
     )
-    return (*_RUN, *columns, *known("outcomes"), *_parts(names, main))
+    return (*COLUMNS[:4], *columns, *known("outcomes"), *_parts(names, main))
 
 
 def _parts(names: set[str], main: str) -> list[Column]:
-    """A column for each part of the main metric: what was asked is named by its value, a turn as one."""
+    """Columns of a metric's parts among these names, `accuracy[length=512]`; none of one part or of too many."""
     found = [(match, name) for name in names if (match := _PART.fullmatch(name)) and match["name"] == main]
     if not 1 < len(found) <= _SHOWN_PARTS:
         return []
@@ -338,11 +326,13 @@ def _parts(names: set[str], main: str) -> list[Column]:
 
 
 def _lost_and_gained(row: Row) -> str:
+    """How many items full precision has right and the run has not, and the reverse."""
     lost, gained = row.record.metrics.get("lost"), row.record.metrics.get("gained")
     return DASH if lost is None or gained is None else f"{lost:.0f}, {gained:.0f}"
 
 
 def _p_value(row: Row) -> str:
+    """The p-value of a row's difference from full precision, with four decimals."""
     if row.p_value is None:
         return DASH
     return "<0.0001" if row.p_value < 1e-4 else fixed(row.p_value, 4)

@@ -79,20 +79,10 @@ def read_reference(path: Path | None = None) -> Reference:
     path = path or reference_path()
     try:
         with path.open(encoding="utf-8", newline="") as file:
-            reader = csv.DictReader(file)
-            missing = set(Published._fields) - set(reader.fieldnames or ())
-            if missing:
-                raise RecordError(f"{path.name}: lacks the columns {', '.join(sorted(missing))}")
-            lines = [(reader.line_num, [line[name] for name in Published._fields]) for line in reader]
-    except OSError as error:
+            lines = [[line[name] for name in Published._fields] for line in csv.DictReader(file)]
+        return Reference([Published._make((*about, float(value), note)) for *about, value, note in lines])
+    except (OSError, KeyError, ValueError) as error:
         raise RecordError(f"published figures: cannot read '{path}': {reason_of(error)}") from error
-    rows = []
-    for number, (*about, value, note) in lines:
-        try:
-            rows.append(Published._make((*about, float(value), note)))
-        except ValueError:
-            raise RecordError(f"{path.name}, line {number}: value {value!r} is no number") from None
-    return Reference(rows)
 
 
 MAIN_METRICS = ("score", "accuracy", "perplexity")
@@ -141,10 +131,10 @@ def read_statistic(records: Sequence[Record], metric: str, known: Known) -> tupl
     - `spearman of M and N`, `p of spearman of M and N`: over models, each metric of any run of a model
     - `fisher p of M`: Fisher's exact test of all items with M against those of full precision, two-sided
     """
-    for pattern, of in _STATISTICS:
+    for pattern, compute in _STATISTICS:
         if found := re.fullmatch(pattern, metric):
             try:
-                return True, of(records, known, *found.groups())
+                return True, compute(records, known, *found.groups())
             except _MissingError:
                 return True, None
     return False, None
@@ -155,7 +145,7 @@ class _MissingError(Exception):
 
 
 def _values(records: Sequence[Record | None], metric: str) -> list[float]:
-    """A metric of every record."""
+    """A metric of every record. Raises: _MissingError: there is no record, or one lacks it."""
     found = [None if record is None else read_metric(record, metric) for record in records]
     known = [value for value in found if value is not None]
     if not known or len(known) < len(found):
@@ -164,39 +154,45 @@ def _values(records: Sequence[Record | None], metric: str) -> list[float]:
 
 
 def _by_model(records: Sequence[Record]) -> list[list[Record]]:
-    models: dict[str, list[Record]] = {}
+    """The records of each model, in the order in which models come first."""
+    models: dict[str, list[Record]] = defaultdict(list)
     for record in records:
-        models.setdefault(record.model, []).append(record)
+        models[record.model].append(record)
     return list(models.values())
 
 
-def _models(records: Sequence[Record], _: Known, side: str, bound: str, metric: str) -> float:
+def _count_models(records: Sequence[Record], _: Known, side: str, bound: str, metric: str) -> float:
+    """How many records, one of each model, have a metric above or below a bound."""
     sign = 1 if side == "above" else -1
     return float(sum(sign * value > sign * float(bound) for value in _values(records, metric)))
 
 
-def _reduction(records: Sequence[Record], _: Known, metric: str) -> float:
+def _mean_reduction(records: Sequence[Record], _: Known, metric: str) -> float:
+    """Mean over models of how many percent less a model's first run has of a metric than its second."""
     pairs = [_values(runs, metric) for runs in _by_model(records)]
     if any(len(pair) != 2 or pair[1] == 0 for pair in pairs):
         raise _MissingError
     return statistics.fmean(100 * (1 - first / second) for first, second in pairs)
 
 
-def _change(records: Sequence[Record], known: Known, metric: str) -> float:
+def _mean_change(records: Sequence[Record], known: Known, metric: str) -> float:
+    """Mean difference of a metric between runs and their full precision."""
     pairs = [_values([record, known.get(record.baseline_key or "")], metric) for record in records]
     return statistics.fmean(ours - full for ours, full in pairs)
 
 
 def _spearman(records: Sequence[Record], _: Known, probability: str | None, *metrics: str) -> float | None:
-    def of_any(runs: list[Record], metric: str) -> float:
-        """The metric of the first run that has it."""
+    """Spearman's rho over models of two metrics, each of a model's first run that has it; its p where that is asked."""
+
+    def first(runs: list[Record], metric: str) -> float:
         return _values([run for run in runs if read_metric(run, metric) is not None][:1], metric)[0]
 
-    correlation = spearman(*([of_any(runs, metric) for runs in _by_model(records)] for metric in metrics))
+    correlation = spearman(*([first(runs, metric) for runs in _by_model(records)] for metric in metrics))
     return correlation.p if probability else correlation.rho
 
 
 def _fisher(records: Sequence[Record], known: Known, metric: str) -> float:
+    """p of Fisher's exact test of the items with a metric in all runs against those of their full precision."""
     counts = []
     groups: list[Sequence[Record | None]] = [records, [known.get(record.baseline_key or "") for record in records]]
     for group in groups:
@@ -207,9 +203,9 @@ def _fisher(records: Sequence[Record], known: Known, metric: str) -> float:
 
 _STATISTICS: tuple[tuple[str, Callable[..., float | None]], ...] = (
     (r"median of (.+)", lambda records, _, metric: statistics.median(_values(records, metric))),
-    (r"models (above|below) ([\d.]+) of (.+)", _models),
-    (r"mean reduction in percent of (.+)", _reduction),
-    (r"change of (.+)", _change),
+    (r"models (above|below) ([\d.]+) of (.+)", _count_models),
+    (r"mean reduction in percent of (.+)", _mean_reduction),
+    (r"change of (.+)", _mean_change),
     (r"(p of )?spearman of (.+) and (.+)", _spearman),
     (r"fisher p of (.+)", _fisher),
 )

@@ -10,7 +10,7 @@ import pandas as pd
 import pytest
 from matplotlib.figure import Figure
 
-from kvq.report.figures import drawing, every, style
+from kvq.report.figures import drawing, every
 from kvq.report.figures.cost import memory_figure
 from kvq.report.figures.drawing import Drawing, Kind, panels, titled, write_drawings
 from kvq.report.figures.error import planes
@@ -36,13 +36,13 @@ def kind(stem: str, draw: Callable[..., Figure] | None = line) -> Kind:
 def test_families_share_a_colour_and_no_two_methods_look_alike() -> None:
     families = [f"family{index}" for index in range(12)]
     methods = ["nsn", "nsn/arm_a", "nsn/arm_b", "nsnquant", *families, "family3/x"]
-    looks = style.lines_of(methods)
+    looks = drawing.lines_of(methods)
     assert list(looks) == sorted(methods)
     assert len({repr(look) for look in looks.values()}) == len(methods)
     assert len({looks[name].color for name in ("nsn", "nsn/arm_a", "nsn/arm_b")}) == 1
     assert looks["family3"][:2] == looks["family3/x"][:2]
-    assert style.lines_of(["nsn"])["nsn"][:2] == looks["nsn"][:2] == style.lines_of(["kivi", "nsn"])["nsn"][:2]
-    assert len(style.lines_of(f"many{index}" for index in range(100))) == 100
+    assert drawing.lines_of(["nsn"])["nsn"][:2] == looks["nsn"][:2] == drawing.lines_of(["kivi", "nsn"])["nsn"][:2]
+    assert len(drawing.lines_of(f"many{index}" for index in range(100))) == 100
 
 
 def test_eight_methods_have_colours_and_the_frontier_is_named_however_many_there_are() -> None:
@@ -90,7 +90,7 @@ def test_eight_methods_have_colours_and_the_frontier_is_named_however_many_there
 def test_a_method_has_one_colour_and_what_is_no_method_has_another() -> None:
     colours = {colour_of(method) for method in METHODS}
     assert len(colours) == len(METHODS) > 25
-    assert not colours & set(style.SERIES)
+    assert not colours & set(drawing.SERIES)
     labels = ("kivi", "kivi 2", "kivi/block k4v2", "kivi − key.x", "kivi, residual 4 2")
     assert {colour_of(label) for label in labels} == {colour_of("kivi")}
 
@@ -152,8 +152,8 @@ def test_names_of_records_are_drawn_plainly_and_cut() -> None:
 
     table = pd.DataFrame({"method": ["a\0b", "a $x_{ b$", f"begin{'x' * 300}end"], "value": [1, 2, 3]})
     made = titled(bars)(table, "\u202ename of $x_{$\nsecond line")
-    assert style.image_of(made).startswith(b"\x89PNG")
-    assert len(style.image_of(made, "pdf")) < 60_000
+    assert drawing.image_of(made).startswith(b"\x89PNG")
+    assert len(drawing.image_of(made, "pdf")) < 60_000
     names = [text.get_text() for text in made.axes[0].get_yticklabels()]
     assert names[:2] == ["a�b", r"a \$x_{ b\$"]
     assert names[2] == f"begin{'x' * 55}"

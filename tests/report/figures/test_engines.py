@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from kvq.report.figures import style
-from kvq.report.figures.every import drawings
-from kvq.report.figures.loss import engines_figure, engines_table, pareto_table
+from kvq.report.comparisons import measured_bits
+from kvq.report.figures import drawing
+from kvq.report.figures.loss import pareto_figure, runs_table
 from kvq.report.labels import colour_of, engine_of, method_of
 from kvq.report.tables.build import build_tables
 from kvq.report.tables.layout import Table
@@ -44,9 +44,8 @@ def table_of(store: Store) -> Table:
 def test_the_frontier_is_over_the_bits_of_its_axis(store: Store) -> None:
     """llama.cpp's format has as much loss as the method at 4: more measured bits, fewer with the other's residual."""
     table = table_of(store)
-    measured = engines_table(table)
-    assert measured is not None
-    effective = pareto_table(table)
+    measured = runs_table(table, measured_bits, "bits_per_element")
+    effective = runs_table(table)
     fronts = [
         {(run["method"], run["bits"]) for run in found[found["frontier"]].to_dict("records")}
         for found in (measured, effective)
@@ -62,9 +61,7 @@ def test_the_frontier_is_over_the_bits_of_its_axis(store: Store) -> None:
 
 @pytest.mark.every_plugin
 def test_engines_have_marks_of_their_own_and_the_legend_names_them(store: Store) -> None:
-    numbers = engines_table(table_of(store))
-    assert numbers is not None
-    made = engines_figure(numbers, "title")
+    made = pareto_figure(runs_table(table_of(store)), "title")
     (legend,) = made.legends
     assert [text.get_text() for text in legend.get_texts()] == [
         "bad",
@@ -73,24 +70,13 @@ def test_engines_have_marks_of_their_own_and_the_legend_names_them(store: Store)
         "engine: vLLM",
         "frontier",
     ]
-    assert made.axes[0].get_xlabel().startswith("measured bits")
     marks = {
         (line.get_color(), line.get_marker(), line.get_markerfacecolor() == "none"): list(line.get_xdata())
         for line in made.axes[0].lines
-        if line.get_color() in {colour_of(name) for name in FORMATS} and line.get_marker() in style.MARKERS
+        if line.get_color() in {colour_of(name) for name in FORMATS} and line.get_marker() in drawing.MARKERS
     }
     llamacpp, vllm = colour_of("engine/llamacpp_mine"), colour_of("engine/vllm_mine")
     assert marks == {(vllm, "s", False): [8.0], (llamacpp, "o", False): [4.5], (llamacpp, "o", True): [4.5]}
-
-
-def test_a_table_of_engines_has_the_figure_and_another_has_not(store: Store, tmp_path: Path) -> None:
-    names = [drawing.stem.partition("-")[0] for drawing in drawings([], store, build_tables(store).tables)]
-    assert names == ["pareto", "engines"]
-    other = Store(tmp_path / "other")
-    sweeps.sweep(other)
-    assert "engines" not in {
-        drawing.stem.partition("-")[0] for drawing in drawings([], other, build_tables(other).tables)
-    }
 
 
 @pytest.mark.every_plugin
@@ -106,7 +92,7 @@ def test_every_engine_is_known_and_has_one_colour_that_no_method_has() -> None:
     assert all(len(found) == 1 for found in colours.values())
     own = set().union(*colours.values())
     assert len(own) == len(colours)
-    assert not own & ({colour_of(name) for name in METHODS} | set(style.SERIES))
+    assert not own & ({colour_of(name) for name in METHODS} | set(drawing.SERIES))
     assert [engine_of(name) for name in ("kivi", "oscar/cr_only", "engine", "engine/mine_4")] == [
         None,
         None,

@@ -10,8 +10,8 @@ import pandas as pd
 from kvq.config import compose, resolve
 from kvq.config.identity import canonical
 from kvq.report.figures.cost import throughput_figure
+from kvq.report.figures.drawing import image_of
 from kvq.report.figures.every import drawings
-from kvq.report.figures.style import image_of
 from kvq.results import Store
 from tests.results import made
 

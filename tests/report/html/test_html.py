@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
-import os
 import re
 import subprocess
 import sys
@@ -16,8 +15,17 @@ from types import SimpleNamespace
 import pytest
 
 from kvq.config import plugins
-from kvq.report.html import embed, main, render, write_report
-from kvq.report.payload import LONGEST_PART, MOST_METRICS, papers, payload, script_json, shown
+from kvq.report.html import (
+    LONGEST_PART,
+    MOST_METRICS,
+    embed_figures,
+    main,
+    payload,
+    render,
+    script_json,
+    shown,
+    write_report,
+)
 from kvq.report.tables.build import build_tables
 from kvq.report.tables.layout import Row, Table, Tables
 from kvq.results import Store
@@ -162,7 +170,7 @@ def test_figures_stop_where_the_page_would_get_too_large(tmp_path: Path, store: 
         (tmp_path / f"{name}.png").write_bytes(PNG)
     (tmp_path / "d.png").write_bytes(b"<svg onload=alert(1)>")
     (tmp_path / "a.csv").write_text("x", encoding="utf-8")
-    figures = embed(sorted(tmp_path.glob("*.png")), room=2 * len("data:image/png;base64,") + 3 * len(PNG))
+    figures = embed_figures(sorted(tmp_path.glob("*.png")), room=2 * len("data:image/png;base64,") + 3 * len(PNG))
     assert [(figure.title, figure.width, figure.uri is None) for figure in figures] == [
         ("a · tiny", 1, False),
         ("b", 1, False),
@@ -171,17 +179,6 @@ def test_figures_stop_where_the_page_would_get_too_large(tmp_path: Path, store: 
     text = render(build_tables(store), figures)
     assert text.count('<img src="data:image/png;base64,') == 2
     assert "figures/c.png" in text
-
-
-def test_figures_older_than_the_records_are_said_to_be(tmp_path: Path, store: Store) -> None:
-    drawn = store.root / "figures" / "widths-tiny.png"
-    drawn.parent.mkdir()
-    drawn.write_bytes(PNG)
-    assert write_report(store, tmp_path / "page.html").warnings == ()
-    assert "<figcaption>widths · tiny</figcaption>" in (tmp_path / "page.html").read_text(encoding="utf-8")
-    os.utime(drawn, (1e9, 1e9))
-    (warning,) = write_report(store, tmp_path / "page.html").warnings
-    assert warning == "figures: some are older than the newest record; draw them again"
 
 
 def test_json_in_a_script_cannot_end_it() -> None:
@@ -209,10 +206,13 @@ def test_papers_are_linked_and_nothing_else(given: object, linked: bool, monkeyp
 
 
 def test_presets_have_the_paper_of_their_method() -> None:
-    known = papers()
-    assert known["oscar"] == ("OScaR", "2605.19660")
-    assert known["oscar/cr_only"] == ("OScaR (CR only)", "2605.19660")
-    assert known["rtn"].arxiv is None
+    rows = tuple(Row(made.record(name, "2"), name, "2") for name in ("oscar", "oscar/cr_only", "rtn"))
+    known = payload(Tables((Table("", "", (), rows, ()),)))["methods"]
+    assert {name: (one["label"], one["arxiv"]) for name, one in known.items()} == {
+        "oscar": ("OScaR", "2605.19660"),
+        "oscar/cr_only": ("OScaR (CR only)", "2605.19660"),
+        "rtn": ("RTN", None),
+    }
 
 
 MEASURE = """

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from kvq.report.payload import describe, shown_metrics
+from kvq.report.html import list_metrics, shown_metrics
 from kvq.report.tables.build import build_tables
 from kvq.report.tables.layout import measured
 from kvq.results import Record, Store
@@ -47,6 +47,6 @@ def test_two_units_of_a_metric_stand_in_two_columns_and_the_page_shows_one(tmp_p
         "accuracy (%)": ["75.0000", "–"],
         METRICS["accuracy"].title: ["50.0", "–"],
     }
-    described = describe(records)
+    described = list_metrics(records)
     assert described == {"accuracy": metric_of("accuracy", "%")}
     assert [shown_metrics(record, described) for record in records] == [["accuracy"], []]

@@ -213,8 +213,11 @@ def test_an_approximate_figure_has_no_decimals_of_others() -> None:
 def test_a_torn_reference_is_one_line(tmp_path: Path) -> None:
     path = tmp_path / "paper_results.csv"
     for text, said in (
-        ("paper,table\n", "lacks the columns"),
-        ("paper,table,model,method,avg_bits,setting,dataset,metric,value,note\n" + "a," * 8 + "x,\n", "is no number"),
+        ("paper,table\n", "cannot read"),
+        (
+            "paper,table,model,method,avg_bits,setting,dataset,metric,value,note\n" + "a," * 8 + "x,\n",
+            "could not convert",
+        ),
     ):
         path.write_text(text, encoding="utf-8")
         with pytest.raises(RecordError, match=said):

@@ -9,7 +9,7 @@ import pytest
 
 from kvq.report.__main__ import main
 from kvq.report.figures.every import main as figures_main
-from kvq.report.figures.needles import heat_map, needle_grid
+from kvq.report.figures.perplexity import needle_grid, needles_figure
 from kvq.report.tables.build import build_tables
 from kvq.report.tables.formats import csv, latex, markdown
 from kvq.report.tables.layout import Row, Table, columns_of
@@ -129,7 +129,7 @@ def test_the_heat_map_is_the_samples(store: Store, tmp_path: Path, capsys: pytes
     assert cell[0.0]["hit"] == 1.0
     assert cell[1.0]["hit"] == cell[1.0]["bit_mixing"] == 0.5
     assert cell[0.0]["items"] == 2
-    figure = heat_map(grid, table.title)
+    figure = needles_figure(grid, table.title)
     panels = [axis for axis in figure.axes if axis.get_label() != "<colorbar>"]
     assert [axis.get_title() for axis in panels] == ["2 bits", "4 bits", "", ""]
     assert [axis.get_ylabel() for axis in panels] == ["kivi", "", "nsn", ""]

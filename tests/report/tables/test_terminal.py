@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 
 from kvq.report.__main__ import main
-from kvq.report.tables.terminal import print_tables
+from kvq.report.tables.formats import print_tables
 from kvq.results import Store
 from tests.report import sweeps
 from tests.results import made

@@ -8,7 +8,7 @@ import pytest
 
 from kvq.config import compose, resolve
 from kvq.config.identity import canonical
-from kvq.report.tracker import entry_of, sample_table, sweep_of
+from kvq.report.wandb import entry_of, sample_table, sweep_of
 from kvq.results import Store
 from tests.report import sweeps
 from tests.results import made

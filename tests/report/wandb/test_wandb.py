@@ -15,7 +15,7 @@ import pytest
 from kvq.cli import main as run
 from kvq.config.run import NoLogger, WandbLogger, WandbMode
 from kvq.report import wandb as tracking
-from kvq.report.tracker import VIEW, CannotTrack, Tracker, workspace_of
+from kvq.report.wandb import VIEW, CannotTrack, Tracker, workspace_of
 from kvq.report.wandb import main as sync
 from kvq.results import Record, Store
 from tests.report import sweeps
@@ -240,7 +240,7 @@ def test_a_run_that_is_only_partly_there_is_still_ended(
 
 
 def test_no_logger_imports_nothing(store: Store, runs: dict[str, Record], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "kvq.report.tracker", None)
+    monkeypatch.setitem(sys.modules, "wandb", None)
     tracking.track(NoLogger(), store, runs["good"])
     assert not (store.root / "wandb").exists()
 
