@@ -177,6 +177,7 @@ def _hydra_environment(given: Sequence[str]) -> Iterator[None]:
 
 
 def _measuring() -> tuple[ModuleType, ModuleType]:
+    """The modules that measure, imported when the first run needs them."""
     from kvq import runs, sweep  # takes seconds, so a mistyped name is reported before
 
     return runs, sweep
@@ -220,6 +221,7 @@ def _begin(cfg: DictConfig) -> tuple[Config, ModuleType] | None:
 
 
 def _measure(cfg: DictConfig, sweep: bool) -> None:
+    """Measure one run, or look it up, and add it to the table of the command; `sweep`: it is one of several."""
     if (begun := _begin(cfg)) is None:
         return
     config, runs = begun
@@ -272,6 +274,7 @@ def _attempt(action: Callable[[], None], prefix: str) -> None:
 
 
 def _complain(message: str, error: BaseException | None, code: int) -> int:
+    """Print an error as one line (with `KVQ_DEBUG=1` its traceback before) and return the exit code."""
     if error is not None and os.environ.get(_DEBUG) == "1":
         traceback.print_exception(error)
     tqdm.write(printable(f"error: {message}"), file=sys.stderr)  # without tearing a progress bar

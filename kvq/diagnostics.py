@@ -320,4 +320,5 @@ def without_tokens(
 
 
 def _at(rope: Rope | None, positions: Tensor) -> Rope | None:
+    """The rotary embedding at some positions."""
     return None if rope is None else rope.at(positions)

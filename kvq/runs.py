@@ -163,26 +163,26 @@ def run(config: Config, words: Words = lambda: None, baselines: Baselines | None
     prepared = Prepared(config)
     if config.threads is not None:
         torch.set_num_threads(config.threads)
-    done, baseline, refused = _usable(prepared), None, None
+    done, baseline, refused = _usable_record(prepared), None, None
     try:
         if done is None:
             prepared.store.check_writable()
             _ = prepared.method  # refused before full precision is measured
         if not config.method.is_full_precision:
-            baseline = _baseline(prepared, words, {} if baselines is None else baselines)
+            baseline = _run_baseline(prepared, words, {} if baselines is None else baselines)
     except Unsupported as error:
         refused = error
     if done is not None:
         prepared.store.journal_path(done.key).unlink(missing_ok=True)  # of a repeat by force that was killed
         return done
     with prepared.store.lock(prepared.key), full_fp32_products():
-        if not _repeats(config) and (state := prepared.state).name == "done" and state.record is not None:
+        if not _is_repeated(config) and (state := prepared.state).name == "done" and state.record is not None:
             return state.record  # another process has measured it meanwhile
         return _measure(prepared, baseline, refused, words)
 
 
 @contextmanager
-def _weights(inputs: Inputs, method: Method) -> Iterator[None]:
+def _changed_weights(inputs: Inputs, method: Method) -> Iterator[None]:
     """Within the context, the model's weights are as the run asks: with a rotation merged, then rounded."""
     with ExitStack() as changed:
         if method.merged is not None and inputs.reads_weights:
@@ -194,28 +194,28 @@ def _weights(inputs: Inputs, method: Method) -> Iterator[None]:
         yield
 
 
-def _repeats(config: Config) -> bool:
+def _is_repeated(config: Config) -> bool:
     """Whether a run is measured again that is done: by force, or for a file that only a measurement writes."""
-    return config.force or bool(_outputs(config))
+    return config.force or bool(_files_written(config))
 
 
-def _outputs(config: Config) -> dict[str, Any]:
+def _files_written(config: Config) -> dict[str, Any]:
     """Settings of the task that name files which the run writes."""
     return {name: given for name in config.task.outputs if (given := getattr(config.task, name)) is not None}
 
 
-def _usable(prepared: Prepared) -> Record | None:
+def _usable_record(prepared: Prepared) -> Record | None:
     """The record on disk, unless it failed, is stale or cannot be read: such runs are measured again."""
     state = prepared.state
     if state.name == "pending" and state.why:
         print(printable(f"{state.why}; measuring again"), file=sys.stderr)
-    return None if state.name != "done" or _repeats(prepared.config) else state.record
+    return None if state.name != "done" or _is_repeated(prepared.config) else state.record
 
 
-def _baseline(prepared: Prepared, words: Words, known: Baselines) -> Baseline:
+def _run_baseline(prepared: Prepared, words: Words, known: Baselines) -> Baseline:
     """The full-precision run; only `method=fp16 force=true` or unreadable samples repeat it."""
     config = replace(full_precision(prepared.config), force=False)
-    if outputs := _outputs(config):
+    if outputs := _files_written(config):
         config = replace(config, task=replace(config.task, **dict.fromkeys(outputs)))
     name = repr(config)
     if name in known:
@@ -238,6 +238,7 @@ def _baseline(prepared: Prepared, words: Words, known: Baselines) -> Baseline:
 
 
 def _measure(prepared: Prepared, baseline: Baseline | None, refused: Unsupported | None, words: Words) -> Record:
+    """Measure a run and store its record, also of a failure; `refused`: why the method cannot do it."""
     config, inputs = prepared.config, prepared.inputs
     started, journal, result = utc_now(), Journal(), Measurement()
     clock: dict[str, float] = {}
@@ -258,7 +259,7 @@ def _measure(prepared: Prepared, baseline: Baseline | None, refused: Unsupported
         journal = prepared.journal(device.type)
         if config.force:
             journal.discard()
-        with timed(clock, "measure"), _weights(inputs, method):
+        with timed(clock, "measure"), _changed_weights(inputs, method):
             result = prepared.task.measure(inputs, method, baseline, journal)
         if calibration is not None:
             cost = calibration.metrics(result.metrics, method) | {"calibration_shared": prepared.shared_text}
@@ -281,7 +282,7 @@ def _measure(prepared: Prepared, baseline: Baseline | None, refused: Unsupported
             metrics=result.metrics,
             units=result.units,
             versions=prepared.versions,
-            provenance=_provenance(prepared, started, memory, clock, result.engine),
+            provenance=_collect_provenance(prepared, started, memory, clock, result.engine),
             command=None if (given := words()) is None else single_command(given),
         )
     )
@@ -292,9 +293,10 @@ def _measure(prepared: Prepared, baseline: Baseline | None, refused: Unsupported
     return stored
 
 
-def _provenance(
+def _collect_provenance(
     prepared: Prepared, started: datetime, memory: PeakMemory, clock: dict[str, float], engine: str | None
 ) -> Provenance:
+    """Provenance of the run from its settings, what it took, and what this process knows."""
     return collect(
         engine=engine,
         cpu_linear=prepared.config.cpu_linear.value,

@@ -81,6 +81,7 @@ class SweepPlan:
         self._count(config, state, f"[{key[:12]}]{'  ' + why if why else ''}")
 
     def _count(self, config: Config, state: str, why: str) -> None:
+        """Count a run under its state and print its line."""
         self._counts[state] += 1
         bits = config.bits_label or "fixed"
         name = f"{config.method.name} bits={bits}  {config.model.name} {config.dataset.name} {config.task.name}"

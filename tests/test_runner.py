@@ -48,13 +48,13 @@ def numbers(folder: Path) -> dict[str, tuple[str, dict[str, float]]]:
 
 def test_a_run_computes_fp32_products_in_fp32(given: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[tuple[str, bool]] = []
-    plain = runs._weights
+    plain = runs._changed_weights
 
     def watched(*inputs: Any) -> Any:
         seen.append((torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32))
         return plain(*inputs)
 
-    monkeypatch.setattr(runs, "_weights", watched)
+    monkeypatch.setattr(runs, "_changed_weights", watched)
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("medium")  # as notebooks and engines do for speed
     try:

@@ -22,7 +22,7 @@ from kvq.papers.sweep import Overrides, cells_of, is_embedded, jobs_of, missing_
 from kvq.report.figures.drawing import drawn_figures
 from kvq.report.tables.experiment_files import Filled
 from kvq.report.tables.experiment_files import fill as fill_cells
-from kvq.report.tables.experiments import NO_METRIC, Shown, by_signature, refused
+from kvq.report.tables.experiments import NO_METRIC, Shown, by_signature, count_refused
 from kvq.report.tables.formats import escape_markdown, markdown_table
 from kvq.report.tables.layout import DASH
 from kvq.report.tables.readings import read_reference, reference_path
@@ -154,7 +154,7 @@ class Rows:
         if item.figures:
             drawn = [sum(counts) for counts in zip(*map(self._drawn, item.figures), strict=True)]
             real, small = ([*texts, _figures(count)] for texts, count in zip((real, small), drawn, strict=True))
-        never = [(count, one, reason) for one in found for reason, count in refused(one.cells).items()]
+        never = [(count, one, reason) for one in found for reason, count in count_refused(one.cells).items()]
         why = [item.none, *problems, *(f"{count} of {len(one.cells)} cells: {reason}" for count, one, reason in never)]
         said = "; ".join(escape_markdown(reason) for reason in dict.fromkeys(filter(None, why)))
         cells = [escape_markdown(item.name), ", ".join(here), composes, ", ".join(real), ", ".join(small), said]

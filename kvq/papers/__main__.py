@@ -30,6 +30,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _write(given: argparse.Namespace) -> int:
+    """Write the tables of the results folder that the command's options name; return the exit status."""
     store, tables = Store(given.results), given.results / "tables"
     scanned = read_records(store)
     if given.all:

@@ -36,13 +36,14 @@ def published_table(filled: Filled, model: str) -> pd.DataFrame:
     `measured` is empty where there is no record, `published` of every stand-in.
     """
     own = [cell for cell in filled.cells if cell.asked.labels.get("model") == model]
-    lines = list(_lines(own, model, ""))
+    lines = list(_lines_of(own, model, ""))
     for name, cells in filled.stand_ins.items():
-        lines += _lines([cell for cell in cells if cell.value is not None], name, name)
+        lines += _lines_of([cell for cell in cells if cell.value is not None], name, name)
     return pd.DataFrame(lines, columns=list(_COLUMNS))
 
 
-def _lines(cells: Iterable[Shown], model: str, stand_in: str) -> Iterator[tuple[Any, ...]]:
+def _lines_of(cells: Iterable[Shown], model: str, stand_in: str) -> Iterator[tuple[Any, ...]]:
+    """Lines of `published_table` from cells of a model, which have a number in print or of ours."""
     for cell in cells:
         if cell.published is None and cell.value is None:
             continue
@@ -82,7 +83,7 @@ def published_figure(table: pd.DataFrame) -> Figure:
     rows, methods = (len(groups) + 1) // 2, list(dict.fromkeys(table["method"]))
     made, axes = panels(2, 0.9 + rows * (0.5 + 0.16 * len(methods)), rows, 2, sharey=True, squeeze=False)
     for axis, ((stand_in, model, dataset), part) in zip(axes.flat, groups, strict=False):
-        _panel(axis, part, methods)
+        _draw_panel(axis, part, methods)
         axis.set_title(f"{model}{' (stand-in)' if stand_in else ''}, {dataset}")
     for axis in axes.flat[len(groups) :]:
         axis.set_axis_off()
@@ -97,7 +98,8 @@ def published_figure(table: pd.DataFrame) -> Figure:
     return made
 
 
-def _panel(axis: Any, part: pd.DataFrame, methods: Sequence[str]) -> None:
+def _draw_panel(axis: Any, part: pd.DataFrame, methods: Sequence[str]) -> None:
+    """Draw a model's perplexities on one text: a row for each method, hollow as published, filled as measured."""
     places = {method: -place for place, method in enumerate(methods)}
     height = part["method"].map(places)
     axis.set_xscale("log")

@@ -39,10 +39,13 @@ class Cell:
 def cells_of(layout: LayoutConfig) -> list[Cell]:
     """Every combination of labels, the last axis fastest."""
     labels = layout.labels
-    return [_cell(layout, dict(zip(labels, chosen, strict=True))) for chosen in itertools.product(*labels.values())]
+    return [
+        _make_cell(layout, dict(zip(labels, chosen, strict=True))) for chosen in itertools.product(*labels.values())
+    ]
 
 
-def _cell(layout: LayoutConfig, labels: Mapping[str, str]) -> Cell:
+def _make_cell(layout: LayoutConfig, labels: Mapping[str, str]) -> Cell:
+    """The cell of a layout with one label on each axis: its metric, and the runs that the labels stand for."""
     pieces = {axis: named[labels[axis]] for axis, named in layout.metrics.items()}
     metric = layout.metric.format(**pieces)
     reason = next((layout.reasons[label] for label in labels.values() if label in layout.reasons), None)

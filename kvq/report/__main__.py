@@ -28,6 +28,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _write(given: argparse.Namespace) -> int:
+    """Write the tables of the results folder that the command's options name; return the exit status."""
     store = Store(given.results)
     return write(store, read_records(store), given.out or given.results / "tables", given.show)
 

@@ -129,6 +129,7 @@ def is_noise(record: Record, p_value: float | None = None) -> bool:
 
 
 def _bootstrap_settings(config: Mapping[str, Any]) -> dict[str, int]:
+    """The `block`, `resamples` and `seed` of a run's bootstrap, from its settings or as they are by default."""
     given = part_of(part_of(config, "task"), "bootstrap")
     settings = {"block": BLOCK, "resamples": RESAMPLES, "seed": 0}
     return settings | {name: int(given[name]) for name in settings if isinstance(given.get(name), int)}
@@ -195,7 +196,7 @@ def read_records(store: Store, keys: Collection[str] | None = None) -> tuple[lis
     records, broken = labelled(store, keys)
     known = {record.key: record for record in records}
     odd: dict[Path, str] = {}
-    out = [_with_verdicts(one, known, store, odd) if keys is None or one.key in keys else one for one in records]
+    out = [_judge_items(one, known, store, odd) if keys is None or one.key in keys else one for one in records]
     return mark_within_noise(out, store, keys), [*broken, *(Broken(path, reason) for path, reason in odd.items())]
 
 
@@ -228,7 +229,11 @@ def samples_of(record: Record, store: Store, odd: dict[Path, str]) -> list[dict[
         raise
 
 
-def _with_verdicts(record: Record, known: Mapping[str, Record], store: Store, odd: dict[Path, str]) -> Record:
+def _judge_items(record: Record, known: Mapping[str, Record], store: Store, odd: dict[Path, str]) -> Record:
+    """The record with the paired tests of its items computed anew from its samples and those of full precision.
+
+    A run without items or a margin stays as it is; `known`: records by key; `odd`: as in `samples_of`.
+    """
     margin = part_of(record.config, "task").get("margin")
     if "items" not in record.metrics or record.baseline_key is None or not isinstance(margin, int | float):
         return record

@@ -393,6 +393,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _write(given: argparse.Namespace) -> int:
+    """Write the page of the results folder that the command's options name; return the exit status."""
     written = write_report(Store(given.results), given.out or given.results / "report.html")
     for line in written.warnings:
         print(printable(line), file=sys.stderr)

@@ -96,7 +96,7 @@ def protocol_departures(run: Record) -> list[str]:
     return list(departures_of(run).protocol)
 
 
-def begins_otherwise(run: Record) -> list[str]:
+def first_token_departure(run: Record) -> list[str]:
     """How windows or prompts begin, where that differs from the texts that the model was trained on."""
     return list(departures_of(run).first_token)
 

@@ -142,6 +142,7 @@ def pack_samples(folder: Path) -> int:
 
 
 def _has_record(folder: Path, name: str) -> bool:
+    """Whether the record of a file of samples is in the folder."""
     return (folder / f"{name.removesuffix(SAMPLES)}{RECORD}").exists()
 
 
@@ -156,7 +157,8 @@ def _pack(path: Path) -> Iterator[zipfile.ZipFile]:
 
 
 @functools.lru_cache(maxsize=64)
-def _read_pack(path: Path, *state: int) -> zipfile.ZipFile:  # a changed file is read again
+def _read_pack(path: Path, *state: int) -> zipfile.ZipFile:
+    """A `samples.zip` in memory, read again where its `state` (time, size, inode) has changed; empty without one."""
     return zipfile.ZipFile(io.BytesIO(path.read_bytes() if state else _EMPTY))
 
 

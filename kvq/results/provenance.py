@@ -95,6 +95,7 @@ def full_precision_words(words: Sequence[str]) -> list[str]:
 
 
 def _group(word: str) -> str:
+    """The first part of the setting that an override changes: `model` of `model.path=x`."""
     return re.split(r"[./]", setting_of(word), maxsplit=1)[0]
 
 
@@ -172,6 +173,7 @@ class PeakMemory:
         self.measurable = self._reset()
 
     def _reset(self) -> bool:
+        """Begin a new peak; whether the system can."""
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
             return True

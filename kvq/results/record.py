@@ -150,6 +150,7 @@ class Record(_Frozen):
     @field_validator("config", mode="before")
     @classmethod
     def _canonical_config(cls, value: Any) -> Any:
+        """Bring `config` into the one form whose hash is the key."""
         try:
             return canonical(value)
         except RecordError as error:

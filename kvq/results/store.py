@@ -111,6 +111,7 @@ class Store:
         return [path for path in map(Path, found) if _key_in(path) in (None, key)]
 
     def _list(self) -> list[str]:
+        """Paths of all files that may be records. Raises: RecordError: a folder that cannot be read."""
         try:
             return list_records(self.runs)
         except OSError as error:
@@ -274,6 +275,7 @@ class Store:
             raise self._cannot_write(error) from error
 
     def _cannot_write(self, error: Exception) -> RecordError:
+        """The error of a results folder that cannot be written, with the system's reason."""
         return RecordError(f"results_dir: cannot write under '{self.runs}': {reason_of(error)}")
 
 

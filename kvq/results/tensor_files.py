@@ -63,6 +63,7 @@ def read_tensors(path: str | Path, what: str, form: str) -> tuple[dict[str, Any]
 
 
 def _read(path: Path, what: str, form: str, tensors: bool) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Header and, if they are asked for, tensors of a file, which is checked to be one of kvq's and of this form."""
     try:
         if path.exists() and not path.is_file():  # opening a pipe would wait for ever
             raise ValueError("not a file")

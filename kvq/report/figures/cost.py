@@ -46,15 +46,16 @@ def memory_figure(table: pd.DataFrame) -> Figure:
     looks = lines_of(list(dict.fromkeys(table["method"])))
     made, axes = panels(2, 1.4 + 0.3 * max(len(looks), 5), 1, 2, width_ratios=(1, 1.2))
     legend: dict[str, Any] = {"loc": "upper left", "bbox_to_anchor": (-0.05, -0.2), "columnspacing": 1}
-    _parts(axes[0], table)
+    _draw_parts(axes[0], table)
     axes[0].legend(ncols=3, handlelength=1, **legend)
-    _compression(axes[1], table, looks)
+    _draw_compression(axes[1], table, looks)
     handles = [handle(method, **look._asdict(), markersize=4) for method, look in looks.items()]
     axes[1].legend(handles=handles + axes[1].get_legend_handles_labels()[0], ncols=2, **legend)
     return made
 
 
-def _parts(axis: Any, table: pd.DataFrame) -> None:
+def _draw_parts(axis: Any, table: pd.DataFrame) -> None:
+    """Stacked bars of bits per element, one for each method: the parts of its cache at the longest length stored."""
     stored = table[table["measured"]]
     length = int((stored if not stored.empty else table)["tokens"].max())
     here = table[table["tokens"] == length].groupby("method", sort=False)[[*PARTS, "fp16"]].sum()
@@ -67,7 +68,8 @@ def _parts(axis: Any, table: pd.DataFrame) -> None:
     axis.set_xlabel(f"bits per element at {length:,} tokens")
 
 
-def _compression(axis: Any, table: pd.DataFrame, looks: Mapping[str, Line]) -> None:
+def _draw_compression(axis: Any, table: pd.DataFrame, looks: Mapping[str, Line]) -> None:
+    """Lines of compression against fp16 by length, one for each method, and the compression that papers print."""
     names = ["method", "tokens", "measured"]
     lines = table.groupby(names, sort=False)[["total", "residual", "fp16"]].sum().reset_index()
     for method in dict.fromkeys(table["method"]):
@@ -100,13 +102,14 @@ def throughput_table(records: Sequence[Record], store: Store) -> pd.DataFrame:
                 continue
             mine = [row for row in rows if row["subject"] == subject]
             lines += [
-                {"method": name, "batch": batch, **_numbers([row for row in mine if row["batch"] == batch], tokens)}
+                {"method": name, "batch": batch, **_rates_of([row for row in mine if row["batch"] == batch], tokens)}
                 for batch in sorted({row["batch"] for row in mine})
             ]
     return pd.DataFrame(lines)
 
 
-def _numbers(rows: Sequence[dict[str, Any]], tokens: int) -> dict[str, Any]:
+def _rates_of(rows: Sequence[dict[str, Any]], tokens: int) -> dict[str, Any]:
+    """Medians of tokens per second and of peak bytes over the repeats of one batch, each of so many new tokens."""
     if not all(row["fits"] for row in rows):
         return {"fits": False, "tokens_per_second": None, "peak_bytes": None}
     rates = [row["batch"] * tokens / (row["prefill_seconds"] + row["decode_seconds"]) for row in rows]
@@ -123,10 +126,11 @@ def throughput_figure(table: pd.DataFrame) -> Figure:
 
     As NSNQuant's figures 4 and 8 draw them; runs that were measured at only one batch are bars.
     """
-    return _bars(table) if table["batch"].nunique() == 1 else _by_batch(table)
+    return _draw_bars(table) if table["batch"].nunique() == 1 else _draw_by_batch(table)
 
 
-def _by_batch(table: pd.DataFrame) -> Figure:
+def _draw_by_batch(table: pd.DataFrame) -> Figure:
+    """Lines over batches, one for each method: peak memory on the left, tokens per second on the right."""
     made, (peaks, rates) = panels(2, 3, 1, 2)
     for method, look in lines_of(list(dict.fromkeys(table["method"]))).items():
         part = table[table["method"] == method].sort_values("batch")
@@ -144,7 +148,7 @@ def _by_batch(table: pd.DataFrame) -> Figure:
     return made
 
 
-def _bars(table: pd.DataFrame) -> Figure:
+def _draw_bars(table: pd.DataFrame) -> Figure:
     """A bar for each run; none where it does not fit."""
     table = table.drop_duplicates("method")  # of two runs with one label, the first
     looks = lines_of(list(table["method"]))

@@ -126,7 +126,7 @@ def layers_figure(table: pd.DataFrame) -> Figure:
         draw_ranges(axes[0, 1], places, part["variance_min"], part["variance_max"], index, 1.5, f"{side}s: measured")
         look: Any = {"color": colour(index), "marker": marker(index), "label": f"{side}s"}
         axes[1, 0].plot(part["layer"], part["correlation"], **look)
-    _cosines(axes[1, 1], table)
+    _draw_cosines(axes[1, 1], table)
     for axis, text in zip(axes.flat, _BY_LAYER, strict=True):
         dress(axis, "layer", text, grid="both", whole=True)
         low, high = axis.get_ylim()
@@ -136,7 +136,8 @@ def layers_figure(table: pd.DataFrame) -> Figure:
     return made
 
 
-def _cosines(axis: Any, table: pd.DataFrame) -> None:
+def _draw_cosines(axis: Any, table: pd.DataFrame) -> None:
+    """Lines of cosines to the nearest codewords by layer, one for each codebook and side; dashed: synthetic vectors."""
     names = [name for name in table.columns if name.startswith("cosine ")]
     for index, name in enumerate(names):
         for side, line in (("key", "-"), ("value", ":")):
@@ -167,7 +168,7 @@ def embedding_table(kept: Sequence[pd.DataFrame]) -> pd.DataFrame:
     return pd.concat(out, ignore_index=True)
 
 
-def embeddings(records: Sequence[Record], store: Store) -> dict[tuple[str, str], pd.DataFrame]:
+def embed_tokens(records: Sequence[Record], store: Store) -> dict[tuple[str, str], pd.DataFrame]:
     """`embedding_table` of the tokens that `task=distribution` kept, of every model with two corpora or more."""
     groups: dict[tuple[str, str], list[pd.DataFrame]] = defaultdict(list)
     for record in records:
@@ -182,9 +183,9 @@ def embeddings(records: Sequence[Record], store: Store) -> dict[tuple[str, str],
     }
 
 
-@register_figure("distribution-tsne-{name}", "Tokens of {what}, one head", embeddings, of="records")
+@register_figure("distribution-tsne-{name}", "Tokens of {what}, one head", embed_tokens, of="records")
 def embedding_figure(table: pd.DataFrame) -> Figure:
-    """Keys and values side by side, a colour for each corpus."""
+    """t-SNE of tokens, keys and values side by side, a point for each token and a colour for each corpus."""
     made, axes = panels(2, 2.9, 1, 2)
     for axis, side in zip(axes, SIDES, strict=True):
         for index, (dataset, part) in enumerate(table[table["side"] == side].groupby("dataset", sort=True)):
@@ -220,7 +221,7 @@ def covariances_figure(table: pd.DataFrame) -> Figure:
     return made
 
 
-def _by_channel(rows: pd.DataFrame, names: list[str], quantities: list[str]) -> pd.DataFrame:
+def _explode_channels(rows: pd.DataFrame, names: list[str], quantities: list[str]) -> pd.DataFrame:
     """Samples that hold lists with a number for each channel, as one line per channel."""
     rows["channel"] = rows[quantities[0]].map(lambda values: list(range(len(values))))
     table = rows.explode(["channel", *quantities], ignore_index=True)
@@ -228,9 +229,12 @@ def _by_channel(rows: pd.DataFrame, names: list[str], quantities: list[str]) -> 
 
 
 def ranges_table(record: Record, store: Store) -> pd.DataFrame:
-    """Per side, head and channel of the first layer, after NSN: least and largest covariance; empty: not kept."""
+    """Per side, head and channel of the first layer, after NSN: its least and largest covariance with other channels.
+
+    Empty where the run kept none (`task.channel_ranges`).
+    """
     rows = rows_of(record, store, "ranges")
-    return rows if rows.empty else _by_channel(rows, ["side", "layer", "head"], ["lowest", "highest"])
+    return rows if rows.empty else _explode_channels(rows, ["side", "layer", "head"], ["lowest", "highest"])
 
 
 @_figure_of_run("distribution-ranges", "Covariances by channel behind NSN, layer {layer}: {where}", ranges_table)
@@ -254,10 +258,12 @@ def ranges_figure(table: pd.DataFrame) -> Figure:
 
 def moments_table(record: Record, store: Store) -> pd.DataFrame:
     """Per side, layer, head, stage and channel: mean and deviation over the tokens of the first window."""
-    return _by_channel(rows_of(record, store, "moments"), ["side", "layer", "head", "stage"], ["mean", "deviation"])
+    return _explode_channels(
+        rows_of(record, store, "moments"), ["side", "layer", "head", "stage"], ["mean", "deviation"]
+    )
 
 
-def scattered(table: pd.DataFrame) -> pd.DataFrame:
+def rotated_channels(table: pd.DataFrame) -> pd.DataFrame:
     """The channels after NSN and the Hadamard rotation, in some layers."""
     layers = evenly_spread(sorted(table["layer"].unique()), _LAYERS)
     return table[(table["stage"] == STAGES[-1]) & table["layer"].isin(layers)].reset_index(drop=True)
@@ -266,7 +272,7 @@ def scattered(table: pd.DataFrame) -> pd.DataFrame:
 @_figure_of_run(
     "distribution-channels",
     "Channels behind NSN and Hadamard: {where}",
-    lambda record, store: scattered(moments_table(record, store)),
+    lambda record, store: rotated_channels(moments_table(record, store)),
 )
 def scatter_figure(table: pd.DataFrame) -> Figure:
     """A point for each channel, deviation over mean (NSNQuant, Figures 12 and 13); lines cross at those of N(0, 1)."""

@@ -110,8 +110,12 @@ def plane_table(records: Sequence[Record], store: Store, quantity: str) -> pd.Da
     return rows[["method", "lowness", "outliers", quantity]] if quantity in rows else pd.DataFrame()
 
 
-def planes(table: pd.DataFrame) -> Figure:
-    """One panel per method: error over sink lowness (right: lower) and the size of outlier channels (up: larger)."""
+def planes_figure(table: pd.DataFrame) -> Figure:
+    """One panel per method: error as colour over lowness of the sinks (x) and size of outlier channels (y).
+
+    Args:
+        table: of `plane_table`; its last column is the error that is drawn.
+    """
     quantity, methods = table.columns[-1], list(dict.fromkeys(table["method"]))
     columns = min(_PLANES_ACROSS, len(methods))
     lines = math.ceil(len(methods) / columns)
@@ -148,7 +152,7 @@ for _quantity, _title in (
         f"{_title}; sinks {{sinks}} outlier channels",
         functools.partial(plane_table, quantity=_quantity),
         task="synthetic",
-    )(planes)
+    )(planes_figure)
 
 
 def bars_table(records: Sequence[Record], store: Store) -> pd.DataFrame:
@@ -231,16 +235,16 @@ def layers_figure(table: pd.DataFrame) -> Figure:
     return made
 
 
-def states_of(task: Mapping[str, Any]) -> str:
-    """The drawn states of a task, and what errors are compared with."""
+def name_states(task: Mapping[str, Any]) -> str:
+    """The drawn states of `task=random_states` in words, from its settings, and what errors are compared with."""
     parts = [f"{task.get('tokens')} {task.get('states')} tokens of {task.get('head_dim')} channels"]
     if task.get("states") == "drifting":
         parts.append(f"drift {task.get('drift'):g}" + (f", jumps {task['jumps']}" if task.get("jumps") else ""))
-    return ", ".join([*parts, *compared_with(task)])
+    return ", ".join([*parts, *name_rival(task)])
 
 
-def compared_with(task: Mapping[str, Any]) -> list[str]:
-    """The method that a task's errors are compared with, in words."""
+def name_rival(task: Mapping[str, Any]) -> list[str]:
+    """The method that a task's errors are compared with (`task.against`), in words; empty where there is none."""
     if not task.get("against"):
         return []
     bits = f" at {task['against_bits']} bits" if task.get("against_bits") else ""

@@ -58,15 +58,15 @@ def drawings(
     done = [record for record in records if record.status == "done"]
     groups: dict[str, dict[str, list[Record]]] = defaultdict(lambda: defaultdict(list))
     for record in sorted(done, key=lambda r: (r.model, r.dataset, label(r), r.bits, r.key)):
-        groups[record.task][_protocol(record)].append(record)
+        groups[record.task][_hash_protocol(record)].append(record)
     for kind in kinds():
         if kind.of == "table":
-            made: Iterable[Iterator[Drawing]] = (_of_table(kind, table, store) for table in tables)
+            made: Iterable[Iterator[Drawing]] = (_draw_table(kind, table, store) for table in tables)
         elif kind.of == "records":
-            made = [_made(kind, done, store, "", {})]
+            made = [_make_drawings(kind, done, store, "", {})]
         else:
             ends = {key: f"-{first.model}-{first.dataset}-{key[:6]}" for key, (first, *_) in groups[kind.task].items()}
-            made = (_of_group(kind, group, store, ends[key]) for key, group in groups[kind.task].items())
+            made = (_draw_group(kind, group, store, ends[key]) for key, group in groups[kind.task].items())
         for drawn in made:
             try:
                 yield from drawn
@@ -76,8 +76,11 @@ def drawings(
                 skipped.append(f"figure {kind.name}: {command.line(error)}")
 
 
-def _of_table(kind: Kind, table: Table, store: Store) -> Iterator[Drawing]:
-    """The figures of a table; where the kind is of a task, of the rows of that task that are done."""
+def _draw_table(kind: Kind, table: Table, store: Store) -> Iterator[Drawing]:
+    """The figures of a kind that a table of runs allows.
+
+    Where the kind is of a task, they are of the rows of that task that are done; else of all rows.
+    """
     where = table.title.removesuffix(f" ({table.words})").partition(": ")[2]
     words = {"where": "\n".join(filter(None, [where, table.about]))}
     rows = table.rows
@@ -85,20 +88,20 @@ def _of_table(kind: Kind, table: Table, store: Store) -> Iterator[Drawing]:
         rows = tuple(row for row in rows if (row.record.task, row.record.status) == (kind.task, "done"))
     if rows:
         end = f"-{table.slug.removeprefix(f'{kind.stem}-')}"
-        yield from _made(kind, replace(table, rows=rows), store, end, words)
+        yield from _make_drawings(kind, replace(table, rows=rows), store, end, words)
 
 
-def _of_group(kind: Kind, group: Sequence[Record], store: Store, end: str) -> Iterator[Drawing]:
+def _draw_group(kind: Kind, group: Sequence[Record], store: Store, end: str) -> Iterator[Drawing]:
     """The figures of runs of one task and protocol."""
     runs = [record for record in group if record.baseline_key is not None]
     if kind.of in ("first", "each"):
         for record in group[:1] if kind.of == "first" else runs:
-            yield from _made(kind, record, store, end, _words(kind, record))
+            yield from _make_drawings(kind, record, store, end, _fill_words(kind, record))
     elif chosen := group if kind.of == "all" else runs:
-        yield from _made(kind, list(chosen), store, end, _words(kind, group[0]))
+        yield from _make_drawings(kind, list(chosen), store, end, _fill_words(kind, group[0]))
 
 
-def _made(kind: Kind, of: Any, store: Store, end: str, words: Mapping[str, object]) -> Iterator[Drawing]:
+def _make_drawings(kind: Kind, of: Any, store: Store, end: str, words: Mapping[str, object]) -> Iterator[Drawing]:
     """The drawings of the numbers of a table, runs or a run; none of empty ones."""
     numbers = kind.numbers(of, store)
     parts = numbers if isinstance(numbers, Mapping) else {("", ""): numbers}
@@ -108,7 +111,7 @@ def _made(kind: Kind, of: Any, store: Store, end: str, words: Mapping[str, objec
             yield Drawing(file_name(kind.stem.format_map(here) + end), kind.title.format_map(here), table, kind)
 
 
-def _words(kind: Kind, record: Record) -> dict[str, object]:
+def _fill_words(kind: Kind, record: Record) -> dict[str, object]:
     """What stands for a run in the name and the title of a figure."""
     return {name: say(record) for name, say in WORDS.items() if f"{{{name}}}" in kind.stem + kind.title}
 
@@ -124,13 +127,13 @@ WORDS: dict[str, Callable[[Record], object]] = {
     "where": _name_texts,
     "model": lambda record: model_name(record.model),
     "machine": lambda record: record.config.get("machine"),
-    "states": lambda record: error.states_of(record.config["task"]),
-    "block": lambda r: ", ".join([f"{model_name(r.model)}, {r.dataset}", *error.compared_with(r.config["task"])]),
+    "states": lambda record: error.name_states(record.config["task"]),
+    "block": lambda r: ", ".join([f"{model_name(r.model)}, {r.dataset}", *error.name_rival(r.config["task"])]),
     "sinks": lambda record: "with" if record.config["task"].get("sink_outliers") else "without",
 }
 
 
-def _protocol(record: Record) -> str:
+def _hash_protocol(record: Record) -> str:
     """A hash of the settings that the runs of a figure share.
 
     Known states are compared with another method at the run's own bits, which their fingerprint names.
@@ -157,7 +160,7 @@ def run_figures(record: Record, store: Store) -> list[tuple[str, Figure]]:
         return [(name, draw(read(record, store), f"{named(record)}: {model_name(record.model)}, {record.dataset}"))]
     # Names without the run's label, so that W&B shows the same figure of several runs side by side.
     own = [(kind.stem.removesuffix("-{run}"), kind) for kind in kinds() if kind.task == record.task]
-    made = [(name, one.figure()) for name, kind in own for one in _of_group(kind, [record], store, "")]
+    made = [(name, one.figure()) for name, kind in own for one in _draw_group(kind, [record], store, "")]
     return [(name, figure) for name, figure in made if figure is not None]
 
 
@@ -172,10 +175,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command and return its exit status; what cannot be drawn is named, the rest is drawn."""
     out = "folder for the figures (default: figures/ in the results folder)"
     parser = command.parser_of("kvq.papers.figures", __doc__, out)
-    return command.run(parser.parse_args(arguments), _draw)
+    return command.run(parser.parse_args(arguments), _run_command)
 
 
-def _draw(given: argparse.Namespace) -> int:
+def _run_command(given: argparse.Namespace) -> int:
+    """Draw every figure of a results folder and name what cannot be drawn; 1 where there is some; `given`: options."""
     store, out = Store(given.results), given.out or given.results / "figures"
     records, broken = scanned = read_records(store)
     command.say_skipped(broken)

@@ -40,7 +40,7 @@ def norms_table(record: Record, store: Store) -> pd.DataFrame:
     return pd.DataFrame(lines, columns=["side", "layer", "head", "position", "norm"])
 
 
-def _by_side_and_layer(table: pd.DataFrame, layers: Sequence[int]) -> tuple[Figure, Any, list[tuple[Any, ...]]]:
+def _lay_out_norms(table: pd.DataFrame, layers: Sequence[int]) -> tuple[Figure, Any, list[tuple[Any, ...]]]:
     """Lay out panels for norms: a row for each of queries, keys and values, a column for each layer."""
     sides, names = {side: f"{side} norm" for side in SIDES}, {layer: f"layer {layer}" for layer in layers}
     found = multiples(4.4, table, ("side", sides), ("layer", names), sharex=True, sharey="row")
@@ -53,9 +53,9 @@ def layers_figure(table: pd.DataFrame) -> Figure:
     """Norms as they are, a column per layer: each token a box over its heads, as OScaR's figure 3 draws them."""
     kept = sorted(table["position"].unique())
     chosen = [*kept[:8], *evenly_spread(kept[8:], 4)]  # the first positions, and some of the others up to the last
-    made, axes, parts = _by_side_and_layer(table, evenly_spread(sorted(table["layer"].unique()), _LAYERS))
+    made, axes, parts = _lay_out_norms(table, evenly_spread(sorted(table["layer"].unique()), _LAYERS))
     for axis, _, _, part in parts:
-        _boxes(axis, part, chosen)
+        _draw_boxes(axis, part, chosen)
     for row in axes:
         row[0].set_ylim(bottom=0)
     for axis in axes[-1]:
@@ -63,7 +63,7 @@ def layers_figure(table: pd.DataFrame) -> Figure:
     return made
 
 
-def _boxes(axis: Any, part: pd.DataFrame, positions: list[int]) -> None:
+def _draw_boxes(axis: Any, part: pd.DataFrame, positions: list[int]) -> None:
     """A box for each position, in another colour where its median is low among all positions'."""
     data = [part[part["position"] == position]["norm"].to_numpy() for position in positions]
     thin, marks = {"linewidth": 0.6}, {"medianprops": {"color": "black"}, "flierprops": {"markersize": 2}}
@@ -89,7 +89,7 @@ def groups_figure(table: pd.DataFrame) -> Figure:
     made, axes = panels(2, 4.6, 2, 2)
     layout: Any = made.get_layout_engine()
     layout.set(rect=(0.02, 0, 0.98, 1))  # it forgets the wider tick labels below
-    _stages(axes[0, 0], table[table["kind"] == "range"])
+    _draw_stages(axes[0, 0], table[table["kind"] == "range"])
     keys = table[(table["kind"] == "group") & (table["side"] == "key")]
     for axis, name, text in (
         (axes[0, 1], "bound", "step bound R/(2(2^b-1))"),
@@ -105,11 +105,11 @@ def groups_figure(table: pd.DataFrame) -> Figure:
     handles, labels = axes[1, 0].get_legend_handles_labels()
     if handles and len(handles) <= 8:
         axes[1, 0].legend(handles, labels, loc="best", handletextpad=0.1)
-    _without(axes[1, 1], table[table["kind"] == "without"])
+    _draw_without(axes[1, 1], table[table["kind"] == "without"])
     return made
 
 
-def _stages(axis: Any, ranges: pd.DataFrame) -> None:
+def _draw_stages(axis: Any, ranges: pd.DataFrame) -> None:
     """Mean range of groups by stage, keys and values, each mark with its stage's name."""
     for index, side in enumerate(("key", "value")):
         means = ranges[ranges["side"] == side].groupby("stage", sort=False)["relative_range"].mean()
@@ -125,7 +125,8 @@ def _stages(axis: Any, ranges: pd.DataFrame) -> None:
     axis.legend(loc="best")
 
 
-def _without(axis: Any, table: pd.DataFrame) -> None:
+def _draw_without(axis: Any, table: pd.DataFrame) -> None:
+    """Bars by layer: error of keys in groups with the lowest tokens, with these in the group and without."""
     part = table[table["side"] == "key"] if not table.empty else table
     if part.empty:
         axis.set_axis_off()
@@ -161,7 +162,7 @@ def modality_tokens_figure(table: pd.DataFrame) -> Figure:
 
     A thin line goes from the least to the largest head, a thick one between the quartiles; a point is the median.
     """
-    made, axes, parts = _by_side_and_layer(table, sorted(table["layer"].unique()))
+    made, axes, parts = _lay_out_norms(table, sorted(table["layer"].unique()))
     for axis, _, _, here in parts:
         for name in here["modality"].unique():
             part, hue = here[here["modality"] == name], _COLOURS[name]

@@ -25,7 +25,7 @@ from kvq.report.figures.drawing import (
     register_numbers,
     scale_losses,
 )
-from kvq.report.labels import FIRST, begins_otherwise, label, named
+from kvq.report.labels import FIRST, first_token_departure, label, named
 from kvq.results import Record, run_key
 from kvq.results.metrics import METRICS
 from kvq.results.presets import model_path
@@ -51,18 +51,20 @@ def dispersion_table(records: Sequence[Record]) -> pd.DataFrame:
 
     A pair has the same weights, implants and text. Several runs of `task=tni` on them count once, the last by key.
     """
-    spread = {_states(record): record for record in records if record.task == "tni" and _SPREADS[0] in record.metrics}
-    pairs = [(record, spread.get(_states(record))) for record in records]
+    spread = {
+        _states_key(record): record for record in records if record.task == "tni" and _SPREADS[0] in record.metrics
+    }
+    pairs = [(record, spread.get(_states_key(record))) for record in records]
     lines = [
         {
             "model": record.model,
-            "weights": run_key(_model(record))[:8],
+            "weights": run_key(_model_settings(record))[:8],
             "dataset": record.dataset,
             "method": label(record),
             "bits": record.bits,
-            "protocol": _protocol(record),
+            "protocol": _hash_protocol(record),
             "stand_in": model_path(record.model).startswith(EMBEDDED),
-            "measured": _measured(record),
+            "measured": _say_protocol(record),
             **{name: found.metrics[name] for name in _SPREADS},
             **{name: record.metrics[name] for name in ("delta_nll", "delta_perplexity")},
         }
@@ -72,28 +74,29 @@ def dispersion_table(records: Sequence[Record]) -> pd.DataFrame:
     return pd.DataFrame(lines)
 
 
-def _protocol(record: Record, names: Sequence[str] = _PROTOCOL) -> str:
+def _hash_protocol(record: Record, names: Sequence[str] = _PROTOCOL) -> str:
     """A hash of how a run was measured. How a model's windows begin is left out where it is as it was trained."""
     parts = {name: record.config.get(name) for name in names}
     task = parts["task"]
     if isinstance(task, Mapping):
         parts["task"] = {name: value for name, value in task.items() if name != "bos"}
-    return run_key(parts | {"begins": begins_otherwise(record)})[:6]
+    return run_key(parts | {"begins": first_token_departure(record)})[:6]
 
 
-def _measured(record: Record) -> str:
+def _say_protocol(record: Record) -> str:
     """What the runs of a figure share, whatever their method: scoring, windows, and what departs from presets."""
     task = record.config.get("task")
     scoring = task.get("scoring") if isinstance(task, Mapping) else None
-    words = ", ".join(filter(None, [scoring and f"scoring {scoring}", *begins_otherwise(record)]))
-    return f"{_protocol(record, ('task', 'seed'))}: {words}"
+    words = ", ".join(filter(None, [scoring and f"scoring {scoring}", *first_token_departure(record)]))
+    return f"{_hash_protocol(record, ('task', 'seed'))}: {words}"
 
 
-def _states(record: Record) -> str:
-    return repr([sorted(part.items()) for part in (_model(record), record.config.get("dataset", {}))])
+def _states_key(record: Record) -> str:
+    """A text that is equal for runs on the same states: of one model's weights and one data set."""
+    return repr([sorted(part.items()) for part in (_model_settings(record), record.config.get("dataset", {}))])
 
 
-def _model(record: Record) -> dict[str, Any]:
+def _model_settings(record: Record) -> dict[str, Any]:
     """The model's settings without the dtype of its cache, which `task=tni` does not fill."""
     return {name: value for name, value in record.config.get("model", {}).items() if name != "cache_dtype"}
 
@@ -117,7 +120,7 @@ register_numbers("dispersion-pairs", lambda records, _: dispersion_table(records
 register_numbers("dispersion-spearman", lambda records, _: dispersion_correlations(dispersion_table(records)))
 
 
-def scatters(table: pd.DataFrame) -> dict[tuple[str, str], pd.DataFrame]:
+def split_scatters(table: pd.DataFrame) -> dict[tuple[str, str], pd.DataFrame]:
     """Numbers of each scatter by its name and title: the main methods and nsn's arms at one width.
 
     A point is a model, the mean over its texts; embedded models, which are stand-ins, have figures of their own. Of a
@@ -128,7 +131,7 @@ def scatters(table: pd.DataFrame) -> dict[tuple[str, str], pd.DataFrame]:
         return scattered
     wanted = table[table["method"].isin(list(FIRST)) | table["method"].str.startswith(_ARMS)]
     for (small, bits, measured), runs in wanted.groupby(["stand_in", "bits", "measured"], sort=True):
-        parts = [_points(part, str(method)) for method, part in runs.groupby("method", sort=True)]
+        parts = [_points_of(part, str(method)) for method, part in runs.groupby("method", sort=True)]
         found = [part for part in parts if len(part) >= _FEWEST]
         if found:
             key, _, words = str(measured).partition(": ")
@@ -138,7 +141,7 @@ def scatters(table: pd.DataFrame) -> dict[tuple[str, str], pd.DataFrame]:
     return scattered
 
 
-def _points(runs: pd.DataFrame, method: str) -> pd.DataFrame:
+def _points_of(runs: pd.DataFrame, method: str) -> pd.DataFrame:
     """One line per model, with rho and p of the method over all of them."""
     protocol = runs.groupby("protocol")["weights"].nunique().sort_index().idxmax()
     chosen = runs[runs["protocol"] == protocol]
@@ -154,7 +157,7 @@ def _points(runs: pd.DataFrame, method: str) -> pd.DataFrame:
 @register_figure(
     "dispersion-scatter-{name}",
     "Spread of token norms in layer 0 and loss at {what}",
-    lambda records, _: scatters(dispersion_table(records)),
+    lambda records, _: split_scatters(dispersion_table(records)),
     of="records",
 )
 def scatter_figure(table: pd.DataFrame) -> Figure:
@@ -169,14 +172,16 @@ def scatter_figure(table: pd.DataFrame) -> Figure:
         dress(axis, f"deviation / mean of the norms of {side}, layer 0", grid="both")
     axes[0].set_ylabel(METRICS["delta_perplexity"].title)
     groups = table.groupby("method", sort=True)
-    lines = [handle(f"{name}: {_said(part)}", color=looks[str(name)].color, linewidth=3) for name, part in groups]
+    lines = [
+        handle(f"{name}: {_say_correlations(part)}", color=looks[str(name)].color, linewidth=3) for name, part in groups
+    ]
     made.legend(handles=lines, loc="outside lower center", ncols=2, title="method: ρ of keys, values (p), over models")
     look = {"color": "#666666", "linestyle": ""}
     axes[0].legend(handles=[handle(name, marker=marker(i), **look) for i, name in enumerate(models)], loc="best")
     return made
 
 
-def _said(part: pd.DataFrame) -> str:
+def _say_correlations(part: pd.DataFrame) -> str:
     """Both rank correlations and their p, which is unknown for fewer than four models."""
     first = part.iloc[0]
     rhos = ", ".join("unknown" if pd.isna(first[f"{name}_rho"]) else f"{first[f'{name}_rho']:.2f}" for name in _DRAWN)
@@ -202,7 +207,7 @@ def stand_in_table(records: Sequence[Record]) -> pd.DataFrame:
 
 def losses_of(records: Sequence[Record]) -> pd.DataFrame:
     """One line per model, scoring and method, of the protocol with most runs."""
-    losses = pd.DataFrame(filter(None, map(_line, records)))
+    losses = pd.DataFrame(filter(None, map(_loss_line, records)))
     if losses.empty:
         return losses
     size = losses.groupby(["model", "scoring", "protocol"])["method"].transform("size")
@@ -213,15 +218,15 @@ def losses_of(records: Sequence[Record]) -> pd.DataFrame:
 def rank_correlations(joined: pd.DataFrame) -> pd.DataFrame:
     """The pairs of models and scorings that have enough methods, with their rank correlations."""
     parts = [
-        _correlated(part)
+        _correlate(part)
         for _, part in joined.groupby(["model", "scoring", "model_stand_in"], sort=True)
         if len(part) >= _FEWEST_METHODS
     ]
     return pd.concat(parts, ignore_index=True) if parts else joined.iloc[:0]
 
 
-def _line(record: Record) -> dict[str, Any] | None:
-    """A run as a line of losses; None where it is no run of perplexity on a model that runs anywhere."""
+def _loss_line(record: Record) -> dict[str, Any] | None:
+    """A record as a line of `losses_of`; None where it is no run of perplexity on a model that runs anywhere."""
     task, path = record.config.get("task"), model_path(record.model)
     ours = record.task == "ppl" and record.status == "done" and "delta_nll" in record.metrics
     if not ours or not isinstance(task, dict) or task.get("scoring") not in _SCORINGS:
@@ -238,7 +243,7 @@ def _line(record: Record) -> dict[str, Any] | None:
     }
 
 
-def _correlated(pairs: pd.DataFrame) -> pd.DataFrame:
+def _correlate(pairs: pd.DataFrame) -> pd.DataFrame:
     """The pairs of two models with the correlation of their ranks, and by how many ranks each method differs."""
 
     def rho(x: np.ndarray, y: np.ndarray) -> float:
@@ -277,7 +282,7 @@ def stand_in_figure(table: pd.DataFrame) -> Figure:
     height = 0.6 + 1.9 * len(rows)
     made, _, parts = multiples(height, drawn, ("row", rows), columns, sharex=True, sharey=True)
     for axis, row, _, part in parts:
-        _pairs(axis, part, looks)
+        _draw_pairs(axis, part, looks)
         axis.set(xscale="log", yscale="log")
         axis.xaxis.set_major_locator(LogLocator(numticks=6))
         axis.grid(linewidth=0.3)
@@ -290,8 +295,8 @@ def stand_in_figure(table: pd.DataFrame) -> Figure:
     return made
 
 
-def _pairs(axis: Any, part: pd.DataFrame, looks: Mapping[str, Line]) -> None:
-    """A mark for each method, some with a name."""
+def _draw_pairs(axis: Any, part: pd.DataFrame, looks: Mapping[str, Line]) -> None:
+    """A mark for each method at its losses on two models; the few whose ranks differ most are named."""
     named = set(part["ranks"].abs().nlargest(_NAMED).index)
     for index, method, *place in part[["method", "loss_stand_in", "loss"]].itertuples():
         axis.plot(*place, looks[method].marker, color=looks[method].color, alpha=0.8)

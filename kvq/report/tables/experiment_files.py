@@ -9,7 +9,15 @@ from pathlib import Path
 
 from kvq.report.command import write_files
 from kvq.report.labels import ON_TEST_TEXT
-from kvq.report.tables.experiments import Answers, Experiment, Shown, labels_of, refused, shown_cells, stand_in_cells
+from kvq.report.tables.experiments import (
+    Answers,
+    Experiment,
+    Shown,
+    count_refused,
+    labels_of,
+    shown_cells,
+    stand_in_cells,
+)
 from kvq.report.tables.formats import (
     PREAMBLE,
     csv_of,
@@ -239,7 +247,7 @@ def slug(experiment: Experiment) -> str:
 
 
 def _title(experiment: Experiment) -> str:
-    """Where its paper prints it, and what it shows, as Markdown."""
+    """Title of an experiment as Markdown: its paper and table, and what it shows."""
     where = " ".join(filter(None, [experiment.paper, experiment.table]))
     return escape_markdown(f"{where}: {experiment.title}")
 
@@ -256,7 +264,7 @@ def write_experiments(
         files |= {f"{name}.md": markdown(experiment, grids), f"{name}.tex": latex(experiment, grids)}
         files[f"{name}.csv"] = csv(filled)
         done = f"{sum(cell.value is not None for cell in filled.cells)} of {len(filled.cells)}"
-        never = (f"{count}: {escape_markdown(reason)}" for reason, count in refused(filled.cells).items())
+        never = (f"{count}: {escape_markdown(reason)}" for reason, count in count_refused(filled.cells).items())
         cells = [f"`{experiment.name}`", f"[{_title(experiment)}]({name}.md)", done, ", ".join(filled.stand_ins)]
         cells += [str(experiment.runs), ", ".join(experiment.waiting), "; ".join(never)]
         rows.append([cell or DASH for cell in cells])

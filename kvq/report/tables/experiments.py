@@ -265,7 +265,7 @@ def _mean_of(metric: str, records: Sequence[Record]) -> float | None:
     return sum(known) / len(known) if known else None
 
 
-def refused(cells: Iterable[Shown]) -> dict[str, int]:
+def count_refused(cells: Iterable[Shown]) -> dict[str, int]:
     """The reasons for which cells can never be measured, as their layout gives them, each with its number of cells."""
     return dict(Counter(cell.asked.reason for cell in cells if cell.asked.reason))
 

@@ -196,12 +196,16 @@ def _difference(row: Row, metric: Metric) -> str:
 
 
 def _main(row: Row, metric: Metric) -> str:
-    """The metric that a table is of; of a run without it, the number of the note that says why."""
+    """The metric that a table is about (perplexity, accuracy); of a failed run a dash with the number of its note."""
     return _number(row, metric) if row.footnote is None else f"{DASH} [{row.footnote}]"
 
 
 def _column(name: str, text: Callable[..., str] = _number, unit: str | None = None, **more: Any) -> Column:
-    """The column of a metric in a unit (None: its own); `text` makes a cell of a row, the metric and `more`."""
+    """A column of the metric `name` in a unit (None: the metric's own).
+
+    Args:
+        text: makes the text of a cell from a row, the metric and `more`.
+    """
     metric = metric_of(name, unit)
     return Column(metric.title, metric.short, functools.partial(text, metric=metric, **more))
 
@@ -236,7 +240,7 @@ _TOKENS = Column("Tokens", "Tokens", lambda row: DASH if row.tokens is None else
 
 
 def _at_length(row: Row, metric: Metric) -> str:
-    """A metric that a record has for each length."""
+    """A metric that a record has for each length (`AT_LENGTH`), at the length that the row is of."""
     return _number(row, metric._replace(name=f"{metric.name}_{row.tokens}"))
 
 
@@ -282,6 +286,7 @@ def columns_of(table: Table) -> tuple[Column, ...]:
     task = table.rows[0].record.task if table.rows else ""
 
     def known(listed: str, of: str = "") -> list[Column]:
+        """Columns of those listed metrics (`LISTED`) that the table has; `of`: a key of the list."""
         return [_column(name) for name in (LISTED[listed][of] if of else LISTED[listed]) if name in names]
 
     if table.is_of_memory:

@@ -32,18 +32,18 @@ TABLES = (
 def notes_of(rows: Sequence[Row], comparisons: Comparisons, verdicts: Verdicts) -> list[str]:
     """Plain-text notes of a table, each one line; whoever writes them escapes them."""
     return [
-        *(_item_marks(rows) if any("items" in row.record.metrics for row in rows) else _marks(rows)),
-        *_unquantized(rows),
+        *(_explain_item_marks(rows) if any("items" in row.record.metrics for row in rows) else _explain_marks(rows)),
+        *_note_unquantized(rows),
         *([STALE] if any(row.stale for row in rows) else []),
-        *_short(rows, comparisons),
-        *_perplexity(rows, comparisons),
-        *_dtypes(rows),
-        *_residuals(rows),
+        *_note_short(rows, comparisons),
+        *_note_perplexity_error(rows, comparisons),
+        *_note_dtypes(rows),
+        *_note_residuals(rows),
         *([TABLES] if any(row.pays is not None for row in rows) else []),
-        *_decode_mode(rows),
-        *_bit_widths(rows, comparisons, verdicts),
-        *_baselines(rows),
-        *_failures(rows),
+        *_note_decode_mode(rows),
+        *_note_widths(rows, comparisons, verdicts),
+        *_note_lost_baselines(rows),
+        *_note_failures(rows),
     ]
 
 
@@ -58,7 +58,8 @@ def shortest_notes(table: Table) -> list[str]:
     return [*([f"{line}."] if line else []), *(note for note in table.notes if note.startswith(_ALWAYS))]
 
 
-def _marks(rows: Sequence[Row]) -> Iterator[str]:
+def _explain_marks(rows: Sequence[Row]) -> Iterator[str]:
+    """What ±, ≈, bold and variants mean in a table of losses, where it has them."""
     if any("delta_nll_se" in row.record.metrics and not row.baseline for row in rows):
         yield "± is the standard error by block bootstrap over windows, paired with full precision."
     if any(row.within_noise for row in rows):
@@ -76,7 +77,7 @@ def _marks(rows: Sequence[Row]) -> Iterator[str]:
         )
 
 
-def _short(rows: Sequence[Row], comparisons: Comparisons) -> Iterator[str]:
+def _note_short(rows: Sequence[Row], comparisons: Comparisons) -> Iterator[str]:
     """Say that a table has few windows, and how large a |t| of the runs shown has to be."""
     full = {row.record.key: row.record for row in rows if row.baseline}
     pairs = [(row.record, full[key]) for row in rows if (key := row.record.baseline_key or "") in full]
@@ -92,7 +93,8 @@ def _short(rows: Sequence[Row], comparisons: Comparisons) -> Iterator[str]:
         yield f"Short: {found.windows} windows, fewer than {SHORT}: here {needed}."
 
 
-def _unquantized(rows: Sequence[Row]) -> Iterator[str]:
+def _note_unquantized(rows: Sequence[Row]) -> Iterator[str]:
+    """Name the rows in which no token left full precision."""
     names = ", ".join(f"{row.name} {row.bits}" for row in rows if row.unquantized)
     if names:
         yield (
@@ -101,7 +103,8 @@ def _unquantized(rows: Sequence[Row]) -> Iterator[str]:
         )
 
 
-def _item_marks(rows: Sequence[Row]) -> Iterator[str]:
+def _explain_item_marks(rows: Sequence[Row]) -> Iterator[str]:
+    """What ±, p and ≈ mean in a table of scored items, its noise floor, and which rows are not worse by the margin."""
     if any(row.p_value is not None for row in rows):
         yield (
             "Differences are to full precision on the same items: ± is the standard error by bootstrap over items, p "
@@ -122,7 +125,8 @@ def _item_marks(rows: Sequence[Row]) -> Iterator[str]:
         yield f"Not worse than full precision by the protocol's margin (task.margin), p at most {ALPHA:g}: {names}."
 
 
-def _perplexity(rows: Sequence[Row], comparisons: Comparisons) -> Iterator[str]:
+def _note_perplexity_error(rows: Sequence[Row], comparisons: Comparisons) -> Iterator[str]:
+    """The standard error of full precision's perplexity over the windows, which all rows share."""
     for row in rows:
         error = comparisons.perplexity_error(row.record) if row.baseline and row.record.status == "done" else None
         if error is not None:
@@ -132,7 +136,8 @@ def _perplexity(rows: Sequence[Row], comparisons: Comparisons) -> Iterator[str]:
             )
 
 
-def _dtypes(rows: Sequence[Row]) -> Iterator[str]:
+def _note_dtypes(rows: Sequence[Row]) -> Iterator[str]:
+    """In which dtype full precision and residual tokens are stored, for each that the table has."""
     records = [row.record for row in rows if "effective_bits" in row.record.metrics]
     for dtype, stored in sorted({(record.provenance.dtype, cache_dtype(record)) for record in records}):
         size = f": {_DTYPE_BITS[stored]} bits per element" if stored in _DTYPE_BITS else ""
@@ -142,7 +147,7 @@ def _dtypes(rows: Sequence[Row]) -> Iterator[str]:
         yield f"Full-precision rows and residual tokens are stored in {what}; effective bits count them so."
 
 
-def _residuals(rows: Sequence[Row]) -> Iterator[str]:
+def _note_residuals(rows: Sequence[Row]) -> Iterator[str]:
     """Settings of the residual: of all quantized rows where they share them, else with some names of those that do."""
     names: dict[str, set[str]] = defaultdict(set)
     for row in rows:
@@ -158,7 +163,8 @@ def _residuals(rows: Sequence[Row]) -> Iterator[str]:
         yield f"Residual{whose}: {text}."
 
 
-def _decode_mode(rows: Sequence[Row]) -> Iterator[str]:
+def _note_decode_mode(rows: Sequence[Row]) -> Iterator[str]:
+    """Name the rows of transformers' own caches, which quantize anew what they decoded."""
     names = sorted({row.name for row in rows if (row.record.config.get("method") or {}).get("backend")})
     if names:
         yield (
@@ -167,7 +173,8 @@ def _decode_mode(rows: Sequence[Row]) -> Iterator[str]:
         )
 
 
-def _bit_widths(rows: Sequence[Row], comparisons: Comparisons, verdicts: Verdicts) -> Iterator[str]:
+def _note_widths(rows: Sequence[Row], comparisons: Comparisons, verdicts: Verdicts) -> Iterator[str]:
+    """For which methods perplexity does not fall from one bit width to the next, and that it does for all others."""
     methods: dict[str, list[Record]] = defaultdict(list)
     for row in rows:
         if row.record.status == "done" and not row.baseline and "perplexity" in row.record.metrics:
@@ -178,7 +185,7 @@ def _bit_widths(rows: Sequence[Row], comparisons: Comparisons, verdicts: Verdict
             if verdicts.beats(more, fewer):
                 falls += 1
             else:
-                exceptions.append(f"{name}: {_exception(fewer, more, comparisons, verdicts)}")
+                exceptions.append(f"{name}: {_describe_step(fewer, more, comparisons, verdicts)}")
     yield from exceptions
     if falls:
         others, every = "all other pairs of bit widths of a method", "every method measured at several bit widths"
@@ -186,7 +193,8 @@ def _bit_widths(rows: Sequence[Row], comparisons: Comparisons, verdicts: Verdict
         yield f"For {which} perplexity falls beyond noise from each bit width to the next."
 
 
-def _exception(fewer: Record, more: Record, comparisons: Comparisons, verdicts: Verdicts) -> str:
+def _describe_step(fewer: Record, more: Record, comparisons: Comparisons, verdicts: Verdicts) -> str:
+    """Why the step from `fewer` to `more` bits of a method is no fall of perplexity beyond noise, in words."""
     where = f"from {fewer.bits} to {more.bits} bits"
     found = comparisons.delta_nll(more, fewer)
     if found is None:
@@ -197,14 +205,16 @@ def _exception(fewer: Record, more: Record, comparisons: Comparisons, verdicts: 
     return f"perplexity {verb} {where}: ΔNLL {found.value:+.4f} ± {found.standard_error:.4f} nats/token."
 
 
-def _baselines(rows: Sequence[Row]) -> Iterator[str]:
+def _note_lost_baselines(rows: Sequence[Row]) -> Iterator[str]:
+    """Full-precision runs that rows are paired with and that have no record in the table."""
     keys = {row.record.key for row in rows}
     lost = sorted({r.baseline_key for row in rows if (r := row.record).baseline_key and r.baseline_key not in keys})
     for key in lost:
         yield f"The full-precision run {key[:12]} that rows are paired with has no record here."
 
 
-def _failures(rows: Sequence[Row]) -> Iterator[str]:
+def _note_failures(rows: Sequence[Row]) -> Iterator[str]:
+    """Why each row that is not done failed, under the number of its footnote."""
     for row in rows:
         if row.footnote is not None:
             reason = " ".join((row.record.reason or "no reason recorded").split())

@@ -46,7 +46,7 @@ class Published(NamedTuple):
 
 
 def reference_path() -> Path:
-    """The file: in a checkout under results/reference, inside the package when installed from a wheel."""
+    """Path of the published figures: results/reference in a checkout, in the package when installed from a wheel."""
     package = Path(__file__).resolve().parents[2]
     inside = package / "reference" / FILE
     return inside if inside.is_file() else package.parent / "results" / "reference" / FILE

@@ -19,9 +19,8 @@ pytest.importorskip("optuna")
 from kvq.cli import main
 from kvq.errors import ConfigError
 from kvq.results import Store
-from kvq.results.statistics import dominated, hypervolume
 from kvq_lab.figures import read_searches, search_figure, search_table
-from kvq_lab.search import Search, Settings, Space, Trial
+from kvq_lab.search import Search, Settings, Space, Trial, dominated, hypervolume
 
 POINTS = st.lists(st.lists(st.integers(0, 5), min_size=3, max_size=3), max_size=6)
 

@@ -23,7 +23,7 @@ from kvq.report.figures.distribution import (
     moments_table,
     ranges_figure,
     ranges_table,
-    scattered,
+    rotated_channels,
 )
 from kvq.report.figures.drawing import write_drawings
 from kvq.report.figures.error import (
@@ -32,7 +32,7 @@ from kvq.report.figures.error import (
     labelled_rows,
     layers_figure,
     layers_table,
-    states_of,
+    name_states,
     steps_table,
 )
 from kvq.report.figures.every import drawings
@@ -41,7 +41,7 @@ from kvq.report.figures.over_models import (
     dispersion_correlations,
     dispersion_table,
     scatter_figure,
-    scatters,
+    split_scatters,
     stand_in_figure,
     stand_in_table,
 )
@@ -132,7 +132,7 @@ def test_tables_are_means_of_samples(store: Store) -> None:
     gamma = covariances_table(record, store).groupby("side")["gamma"].mean()
     assert gamma["key"] == pytest.approx(record.metrics["key_gamma"])
     moments = moments_table(record, store)
-    here = scattered(moments)
+    here = rotated_channels(moments)
     assert set(here["stage"]) == {"NSN+Hadamard"}
     assert here["deviation"].to_numpy() == pytest.approx(1, abs=1)
     table = labelled_rows([r for r in records if r.task == "memory"], store, "bytes")
@@ -221,7 +221,7 @@ def test_dispersion_goes_with_failure_over_models(tmp_path: Path) -> None:
     assert found.loc["value_cv_layer0", "rho"] == pytest.approx(1)
     assert found.loc["key_cv", "rho"] == pytest.approx(-1)
     assert pd.isna(found.loc["key_cv_layer0", "rho"])
-    (((stem, title), points),) = scatters(table).items()
+    (((stem, title), points),) = split_scatters(table).items()
     assert stem.startswith("models-3-")
     assert title == "3 bits, over models"
     assert sorted(points["value_cv_layer0"]) == [0.1, 0.2, 0.3, 0.4]
@@ -232,7 +232,7 @@ def test_dispersion_goes_with_failure_over_models(tmp_path: Path) -> None:
     points["key_cv_layer0_rho"], points["key_cv_layer0_p"] = -0.8, 1 / 3
     said = [text.get_text() for text in scatter_figure(points, title).legends[0].get_texts()]
     assert said[-1] == "nsn: -0.80, 1.00 (p = 0.33, 0.083)"
-    assert not scatters(table[table["model"] != "m0"].iloc[:2])
+    assert not split_scatters(table[table["model"] != "m0"].iloc[:2])
 
 
 def test_one_command_draws_everything_and_names_what_it_cannot(
@@ -285,7 +285,7 @@ def test_bars_of_drawn_states(tmp_path: Path) -> None:
     assert table.loc["key_mse", ["mean", "min", "max"]].tolist() == pytest.approx([0.2, 0.1, 0.3])
     assert table.loc["key_mse_reduction", "mean"] == pytest.approx(20)
     assert table["bits_per_element"].unique() == [3.25]
-    assert states_of(task) == "50 drifting tokens of 64 channels, drift 0.15, beside nsn"
+    assert name_states(task) == "50 drifting tokens of 64 channels, drift 0.15, beside nsn"
     axes = bars_figure(table.reset_index(), "Drawn").axes
     assert [axis.get_xlabel() for axis in axes] == ["squared error\nof keys", "keys: less error (%)"]
     assert [bar.get_width() for bar in axes[0].patches] == pytest.approx([0.2])

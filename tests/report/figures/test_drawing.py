@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 from kvq.report.figures import drawing, every
 from kvq.report.figures.cost import memory_figure
 from kvq.report.figures.drawing import Drawing, Kind, panels, titled, write_drawings
-from kvq.report.figures.error import planes
+from kvq.report.figures.error import planes_figure
 from kvq.report.figures.loss import pareto_figure
 from kvq.report.labels import colour_of
 from kvq.results import Store
@@ -132,7 +132,7 @@ def test_planes_have_a_panel_for_each_method_and_labels_below_the_lowest() -> No
         for lowness, outliers in cells
         if (index, lowness, outliers) != (3, 10, 5)
     )
-    made = titled(planes)(table, "title")
+    made = titled(planes_figure)(table, "title")
     *panels, bar = made.axes
     assert [axis.get_title(loc="left") for axis in panels] == [f"m{index} 2 bits" for index in range(4)]
     assert [text.get_text() for text in panels[0].texts] == [".10", "1.00", ".60", "1.50"]
