@@ -218,11 +218,10 @@ def count_records(records: Sequence[Record], stale: int, broken: int) -> list[tu
         (stale, "stale", "stale"),
         (broken, "unreadable files", "unreadable file"),
     ]
-    always = 5
     return [
         (f"{count:,}".replace(",", "\u202f"), one if count == 1 else many)
         for place, (count, many, one) in enumerate(counts)
-        if count or place < always
+        if count or place < 5  # the first five always
     ]
 
 
@@ -327,8 +326,8 @@ def _run_data(place: int, row: Row, pool: ValuePool, metrics: Mapping[str, Metri
     record = row.record
     names = shown_metrics(record, metrics)[:MOST_METRICS]
     bits = by_bits(record.bits)[0]
-    provenance = record.provenance.model_dump(mode="json", exclude_unset=True)  # as it stands in the file
-    run = {
+    provenance = record.provenance.model_dump(mode="json", exclude_unset=True)  # as in the file
+    run: dict[str, Any] = {
         "key": record.key,
         "status": record.status,
         "reason": shown(record.reason or "", 1000),
@@ -357,7 +356,7 @@ def _run_data(place: int, row: Row, pool: ValuePool, metrics: Mapping[str, Metri
             "left_out": max(len(record.metrics) - MOST_METRICS, 0),
         },
     }
-    return run if row.p_value is None else run | {"p": row.p_value}
+    return run | ({} if row.p_value is None else {"p": row.p_value})
 
 
 def list_metrics(records: Iterable[Record]) -> dict[str, Metric]:

@@ -13,7 +13,7 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from types import SimpleNamespace
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, TypeVar
 
 from omegaconf import OmegaConf
 
@@ -27,23 +27,17 @@ from kvq.config.tasks import SCHEMAS
 from kvq.errors import ConfigError
 from kvq.results.record import FromPresets, Record, canonical
 
-Found = ParamSpec("Found")
 Kept = TypeVar("Kept")
 
 
-def cache_by_folder(function: Callable[Found, Kept]) -> Callable[Found, Kept]:
+def cache_by_folder(function: Callable[..., Kept]) -> Callable[..., Kept]:
     """`functools.cache` of a function of configurations: what it gives is kept for each folder of `--config-dir`."""
 
     @functools.cache
-    def kept(_: object, *given: Any) -> Any:
-        return function(*given)  # type: ignore[call-arg]
+    def kept(_: object, *given: Any) -> Kept:
+        return function(*given)
 
-    @functools.wraps(function)
-    def asked(*given: Found.args, **_: Found.kwargs) -> Kept:
-        found: Kept = kept(plugins.folder_in_use(), *given)
-        return found
-
-    return asked
+    return functools.wraps(function)(lambda *given: kept(plugins.folder_in_use(), *given))
 
 
 def model_path(name: str) -> str:

@@ -117,8 +117,7 @@ def evenly_spread(items: Sequence[int], count: int) -> list[int]:
 
 def plain_text(text: str) -> str:
     """Text of records as figures show it: no formula, and no character without a glyph."""
-    shown = "".join(one if one.isprintable() or one == "\n" else "\N{REPLACEMENT CHARACTER}" for one in text)
-    return shown.replace("$", r"\$")
+    return "".join(c if c.isprintable() or c == "\n" else "\N{REPLACEMENT CHARACTER}" for c in text).replace("$", r"\$")
 
 
 def image_of(made: Figure, kind: str = "png") -> bytes:
@@ -269,8 +268,7 @@ def drawn_figures(folder: Path) -> list[str]:
 
 
 GREY = "#999999"
-_CHARACTERS_PER_INCH = 16
-"""Of a title, on average."""
+_CHARACTERS_PER_INCH = 16  # of a title, on average
 
 
 def titled(draw: Draw) -> Draw:
@@ -337,22 +335,11 @@ def multiples(
 
 
 def dress(axis: Any, x: str = "", y: str = "", grid: str = "", title: str = "", whole: bool = False) -> None:
-    """Name the axes.
+    """Name the axes of a panel and give it a title and lines of a grid: of axis x, y or both.
 
-    Args:
-        axis: the panel.
-        x: below it.
-        y: left of it.
-        grid: of which axis there are lines: x, y or both.
-        title: above it.
-        whole: ticks along x are at integers only.
+    `whole`: ticks along x are at integers only.
     """
-    if x:
-        axis.set_xlabel(x)
-    if y:
-        axis.set_ylabel(y)
-    if title:
-        axis.set_title(title)
+    axis.set(**{name: text for name, text in (("xlabel", x), ("ylabel", y), ("title", title)) if text})
     if whole:
         axis.xaxis.get_major_locator().set_params(integer=True)
     if grid:
