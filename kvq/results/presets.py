@@ -193,8 +193,8 @@ def _join_sides(words: Mapping[str, Sequence[str]], after: str) -> list[str]:
 def _codec_departures(ours: Any, theirs: Any) -> tuple[list[str], list[str]]:
     """Stages of a codec that were removed (`− @norm`) or added, and its other changed settings, for `_join_sides`."""
     if not isinstance(ours, Mapping) or not isinstance(theirs, Mapping):
-        words = "@in full precision" if ours is None else "@quantized" if theirs is None else "@codec"
-        return [], [words] if ours is not theirs else []
+        word = "@in full precision" if ours is None else "@quantized" if theirs is None else "@codec"
+        return [], [word] if ours is not theirs else []
     mine, preset = part_of(ours, "stages"), part_of(theirs, "stages")
     changes = [f"− @{name}" for name in preset if name not in mine]
     changes += [f"+ @{name}" for name in mine if name not in preset]

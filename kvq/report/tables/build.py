@@ -258,8 +258,9 @@ def texts_of(rows: Sequence[Row], samples: Callable[[Record], list[dict[str, Any
         with suppress(RecordError):
             first = next(iter(samples(row.record)), {})
             if all(isinstance(first.get(name), str) for name in ("prompt", "text")):
-                prompt, text = (printable(first[name]) for name in ("prompt", "text"))
-                found.append((row, *(t if len(t) <= _LONGEST else f"{t[: _LONGEST - 1]}…" for t in (prompt, text))))
+                texts = (printable(first[name]) for name in ("prompt", "text"))
+                prompt, text = (t if len(t) <= _LONGEST else f"{t[: _LONGEST - 1]}…" for t in texts)
+                found.append((row, prompt, text))
     if not found:
         return None
     full = next((text for row, _, text in found if row.baseline), None)
