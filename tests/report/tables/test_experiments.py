@@ -213,7 +213,7 @@ def test_an_approximate_figure_has_no_decimals_of_others() -> None:
 def test_a_torn_reference_is_one_line(tmp_path: Path) -> None:
     path = tmp_path / "paper_results.csv"
     for text, said in (
-        ("paper,table\n", "cannot read"),
+        ("paper,table\na,b\n", "cannot read"),
         (
             "paper,table,model,method,avg_bits,setting,dataset,metric,value,note\n" + "a," * 8 + "x,\n",
             "could not convert",
