@@ -21,7 +21,6 @@ from kvq.cache import KVCache
 from kvq.cache.layer import KVCacheLayer
 from kvq.cache.observe import Attended
 from kvq.codecs import Codec, RandomizedHadamard, RandomRotation, Rope, cayley_step, rope_table
-from kvq.codecs.sketches import tall_sketch
 from kvq.methods.method import Method
 from tests.calibrated import build
 from tests.codecs import oracles
@@ -136,10 +135,11 @@ def qjl() -> float:
     """Scores, over the lengths of the query and of the key, and values."""
     queries = states(3, tokens=4, heads=1)[0, 0]
     method, found = kvq.build_method("qjl", head_dim=DIM), []
-    for layer, ratio, seed, outlier_rows in ((0, 4, 2, 128), (20, 2, 1, 256)):
-        sketch = tall_sketch("orthogonal", ratio, DIM, 2 * seed, torch.float64, torch.device("cpu")).numpy()
+    for layer, outlier_rows in ((0, 128), (20, 256)):
+        codec = method.codec("key", layer, 32)
+        sketch = codec.quantizer._matrix(DIM, X, torch.float64, outlier=False).numpy()
         expected = torch.from_numpy(references.qjl_scores(NUMBERS, queries.numpy(), sketch, outlier_rows))
-        scores = queries @ decoded(method.codec("key", layer, 32))[0].mT
+        scores = queries @ decoded(codec)[0].mT
         lengths = queries.norm(dim=-1)[:, None] * X[0].norm(dim=-1)[:, None, :]
         found.append(float(((scores - expected).abs() / lengths).max()))
     return max(*found, worst([(decoded(method.value), quantize(NUMBERS, Grid(2, "per_token", 32)).values)]))

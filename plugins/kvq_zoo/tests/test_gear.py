@@ -2,7 +2,7 @@
 
 import torch
 
-from kvq.codecs.low_rank import power_iteration
+from kvq_zoo.gear import power_iteration
 
 DIM, HEADS = 128, 2
 

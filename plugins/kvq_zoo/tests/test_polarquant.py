@@ -7,7 +7,7 @@ import pytest
 import torch
 from scipy import integrate
 
-from kvq.codecs import PolarQuantizer, angle_levels
+from kvq_zoo.geometric import PolarQuantizer, angle_levels
 
 
 def gaussian(*shape, seed=0):

@@ -7,8 +7,11 @@ import pytest
 import torch
 
 import kvq
-from kvq.codecs import Sketch, SketchQuantizer
-from kvq.codecs.sketches import sketch_constant, tall_sketch
+from kvq.codecs import Codec, DeltaQuantizer, Sketch
+from kvq.codecs.sketches import sketch_constant
+from kvq.errors import Unsupported
+from kvq_zoo.qjl import SketchQuantizer, tall_sketch
+from tests.codecs.test_delta import drifting, inner
 
 DIM = 64
 
@@ -107,3 +110,19 @@ def test_a_part_above_the_whole_is_no_nan():
     out = quantizer.decode(parts, key.shape, key.dtype)
     assert torch.isfinite(out).all()
     assert not out[..., 8:].any()
+
+
+def test_deltas_of_one_bit_diverge_and_are_refused():
+    """One sign per coordinate of a Gaussian sketch and no codes: (π/2) · D(0) = π/2."""
+    signs = SketchQuantizer(1, outliers=0, sketch="gaussian")
+    quantizer = DeltaQuantizer(inner(signs))
+    relative = quantizer.relative_error(DIM)
+    print(f"relative error of one bit: {relative:.3f} (pi/2 - 1/D = {math.pi / 2 - 1 / DIM:.3f})")
+    assert relative == pytest.approx(math.pi / 2, rel=0.05)
+    with pytest.raises(Unsupported, match=r"deltas diverge: .* error is 1\.5\d at head_dim=64, .* below 1"):
+        quantizer.check(DIM)
+    x = drifting(60, drift=0.01)
+    grown = (Codec({}, [], quantizer).decode(Codec({}, [], quantizer).encode(x)) - x).square().sum(-1).mean((0, 1))
+    rate = float(grown[50] / grown[10]) ** (1 / 40)
+    print(f"its error grows by {rate:.2f} per token")
+    assert rate > 1.2
