@@ -72,7 +72,7 @@ note: Ours.
 bits_range: null
 key: null
 value: null
-eviction: {_target_: kvq.methods.eviction.Newest}
+eviction: {_target_: kvq_zoo.eviction.Newest}
 residual: {policy: block, size: 64}
 """
 POLICY = '''
@@ -186,7 +186,7 @@ CHANGES = {
         1,
     ),
     "an eviction policy": Change(
-        {"kvq/methods/eviction.py": behind(EVICTION), "conf/method/newest.yaml": EVICTING},
+        {"plugins/kvq_zoo/eviction.py": behind(EVICTION), "plugins/kvq_zoo/conf/method/newest.yaml": EVICTING},
         "import kvq; assert kvq.build_method('newest').policies[0].budget == .25",
         3,  # with its golden
         "newest",

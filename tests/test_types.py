@@ -22,7 +22,7 @@ CODED = sorted(path.stem for path in ROOT.glob("**/conf/method/*.yaml") if has_c
 EVERY_METHOD = [f"tests/codecs/test_every_method.py::test_a_block_is_on_its_own[{name}-16]" for name in CODED]
 EVERY_ROOM = [
     "tests/cache/test_cache.py",
-    "tests/methods/test_eviction.py::test_equal_budgets_are_equal_bytes",
+    "plugins/kvq_zoo/tests/test_eviction.py::test_equal_budgets_are_equal_bytes",
     "tests/cache/test_packed.py::test_sliding_window_and_softcap",
     "tests/cache/test_packed.py::test_forks_and_beams",
     "tests/calibration/test_collect.py",

@@ -217,8 +217,9 @@ class MethodConfig:
     def __post_init__(self) -> None:
         check_limits("method", self)
         self.key, self.value = (_with_orders(with_names(codec, current_names())) for codec in (self.key, self.value))
-        self.token_policy = with_names(self.token_policy, current_names())
-        self.policies = with_names(self.policies, current_names())
+        self.eviction, self.token_policy, self.policies = (
+            with_names(given, current_names()) for given in (self.eviction, self.token_policy, self.policies)
+        )
         for name in self.policies:
             if name in {entry.name for entry in fields(self)}:
                 raise ConfigError(f"method.policies.{name}: the name of a setting of the method")

@@ -23,7 +23,6 @@ from kvq.config.identity import canonical_method
 from kvq.config.residual import ResidualConfig, effective_residual
 from kvq.config.run import Mla
 from kvq.errors import ConfigError, KvqError, Unsupported, did_you_mean
-from kvq.methods.eviction import Eviction
 from kvq.methods.kept_keys import KeptKeys
 from kvq.methods.merged import GqaCompensation, merged_rotation
 from kvq.methods.method import FirstLayers, Method
@@ -31,8 +30,8 @@ from kvq.methods.mixed_precision import MixedPrecision
 from kvq.methods.policies import Policy
 from kvq.methods.transformers_caches import check_backend
 
-_KINDS: tuple[type[Policy], ...] = (Eviction, MixedPrecision)
-"""Policies that a setting of their name gives as a mapping with `_target_`."""
+_KINDS: dict[str, type[Policy]] = {"eviction": Policy, "token_policy": MixedPrecision}
+"""Settings that each give a policy of their name as a mapping with `_target_`, and its kind."""
 _Part = TypeVar("_Part")
 _ANY_TYPE = ConfigDict(arbitrary_types_allowed=True)
 
@@ -116,7 +115,7 @@ def instantiate_method(method: MethodConfig, residual: ResidualConfig, bits: Any
     texts = tuple(method.kept_keys.texts)
     kept_keys = KeptKeys(texts, tuple(method.kept_keys.layers)) if texts and codecs["key"] is not None else None
     policies = (
-        *(_part(method.name, f"method.{kind.setting}", getattr(method, kind.setting), kind) for kind in _KINDS),
+        *(_policy(method.name, setting, getattr(method, setting), kind) for setting, kind in _KINDS.items()),
         *(_part(method.name, f"method.policies.{name}", one, Policy) for name, one in method.policies.items()),
         *{policy.setting: policy for policy in of_stages if policy is not None}.values(),
         *(kept_keys, _first_layers(method, head_dim), _gqa(method, codecs), merged),
@@ -213,6 +212,13 @@ def _first_layers(method: MethodConfig, head_dim: int) -> FirstLayers | None:
         for side in ("key", "value")
     }
     return FirstLayers(first.count, own["key"], own["value"])
+
+
+def _policy(name: str, setting: str, config: Any, kind: type[Policy]) -> Policy | None:
+    found = _part(name, f"method.{setting}", config, kind)
+    if found is not None and found.setting != setting:
+        raise ConfigError(f"method.{setting} of {name}: {config['_target_']} is a policy of method.{found.setting}")
+    return found
 
 
 def _codec(name: str, setting: str, config: Any, head_dim: int) -> Codec | None:

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from typing import Any, ClassVar, Literal
 
 import torch
-from jaxtyping import Int
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from kvq.cache.chunk_masks import Transitions
@@ -23,8 +23,42 @@ from kvq.codecs.split import PlannedCodec, TokenSplit
 from kvq.config.residual import Policy as ResidualPolicy
 from kvq.config.residual import PrefillBlock, Residual
 from kvq.errors import ConfigError, Unsupported, at_least
-from kvq.methods.eviction import AttendedLayer
 from kvq.methods.policies import CHOOSES_TOKENS, Policy
+
+
+class AttendedLayer(KVCacheLayer):
+    """Sums the attention weights that each token receives, per KV head, for policies that choose tokens by them.
+
+    Attention does not read the sums, so they do not count as storage.
+
+    Attributes:
+        setting: names the policy in errors.
+    """
+
+    setting: str
+    no_padding_reason = "goes by attention, in which padding takes part"
+    saved = (*KVCacheLayer.saved, "_received")
+    _received: Float[Tensor, "batch kv_heads tokens"] | None = None
+
+    def _add(self, received: Float[Tensor, "batch kv_heads tokens"], kept: float = 1.0) -> None:
+        """Add the weights that all tokens, also new ones, have received since the last call; `kept` of earlier sums."""
+        if self._received is not None:
+            new = received.shape[-1] - self._received.shape[-1]
+            received = received + kept * torch.nn.functional.pad(self._received, (0, new))
+        self._received = received
+
+    def reset(self) -> None:
+        super().reset()
+        self._received = None
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        super().batch_select_indices(indices)
+        if self._received is not None:
+            self._received = self._received.index_select(0, indices.to(self._received.device))
+
+    def check_crop(self, tokens_to_remove: int) -> None:
+        """Raises: Unsupported: always; the sums before an update are not kept."""
+        raise Unsupported(f"{self.setting}: {self.irreversible} (fork() the cache before)")
 
 
 class MixedPrecision(Policy):

@@ -20,9 +20,10 @@ _MOVED = {
     "triplets": ("LatticeQuantizer", "OctahedralQuantizer"),
 }
 """Module -> its classes that were in `kvq.codecs` when their first records were made."""
+_POLICIES = ("detected.SinkDetection", "eviction.HeavyHitters", "eviction.SnapKV", "eviction.StreamingLLM")
 PLUGIN = Plugin(
     "kvq_zoo",
     renamed={f"kvq.codecs.{name}": f"kvq_zoo.{module}.{name}" for module, names in _MOVED.items() for name in names}
-    | {"kvq.methods.detected.SinkDetection": "kvq_zoo.detected.SinkDetection"},
+    | {f"kvq.methods.{path}": f"kvq_zoo.{path}" for path in _POLICIES},
     has_versions=True,
 )

@@ -79,6 +79,7 @@ BY_COLUMN = ["Bart", "MBart", "Pegasus", "Marian", "Blenderbot", "XGLM"]
 """Their positions count padding, so that a padded row is not the row alone, with or without a cache."""
 
 
+@pytest.mark.every_plugin
 @pytest.mark.parametrize("name", [*FAMILIES, *BY_COLUMN])
 def test_padding_reaches_the_cache_of_every_family(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Left-padded rows are stored as alone, in fp64; masks with holes and methods without padding are refused."""
@@ -152,6 +153,7 @@ WAYS: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any], Callable[..., 
 }
 
 
+@pytest.mark.every_plugin
 @pytest.mark.parametrize("way", WAYS)
 def test_padding_reaches_the_cache_in_every_way_to_call_a_model(way: str) -> None:
     model = llama(head_dim=32).double()

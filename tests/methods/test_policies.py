@@ -63,7 +63,7 @@ def test_what_a_method_lacks(given: str) -> None:
     assert lacking == set(LACKS[given].split())
 
 
-H2O = "eviction={_target_: kvq.methods.eviction.HeavyHitters}"
+H2O = "eviction={_target_: kvq_zoo.eviction.HeavyHitters}"
 OTT = "token_policy={_target_: kvq.methods.mixed_precision.OutlierTokens}"
 CHOOSERS = {
     "sink_tokens": "sink_tokens=3",

@@ -188,6 +188,7 @@ def test_prompts_of_unequal_length_are_answered_together_as_alone(
         assert (left[row].get_seq_length(), left[row].nbytes) == (alone.get_seq_length(), alone.nbytes)
 
 
+@pytest.mark.every_plugin
 def test_methods_that_evict_answer_prompts_of_equal_length_together() -> None:
     evicting = build_method("h2o", head_dim=32, overrides=["residual.size=8"])
     reader = Reader(random_llama(), evicting, Prefill.whole)
@@ -208,6 +209,7 @@ def test_batches_are_as_large_as_their_setting_or_their_tokens_say() -> None:
     assert batches_of(long, 5, unequal=True) == [[0, 1, 2, 3, 4]]
 
 
+@pytest.mark.every_plugin
 @pytest.mark.parametrize("prefill", Prefill)
 def test_all_prompts_are_read_in_batches_once(prefill: Prefill) -> None:
     prompts = [[1, 2, 3, *range(count)] for count in range(11)]

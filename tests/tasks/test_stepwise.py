@@ -52,6 +52,7 @@ def test_behind_a_prompt(name):
     assert kept is None or result.storage["effective_bits"] == pytest.approx(32 * kept / 59)
 
 
+@pytest.mark.every_plugin
 def test_a_prompt_is_read_at_once_and_its_last_token_behind_it():
     reader = Reader(random_llama(), method("snapkv"), Prefill.whole)
     cache, logits = reader.begin(token_ids(40))
@@ -60,6 +61,7 @@ def test_a_prompt_is_read_at_once_and_its_last_token_behind_it():
     assert (len(rows[0]), cache.get_seq_length()) == (5, 44)
 
 
+@pytest.mark.every_plugin
 def test_chunked_reading_under_h2o_is_token_by_token():
     loaded, tokens = random_llama(), token_ids(30)
     cache, logits = Reader(loaded, method("h2o"), Prefill.chunked).begin(tokens)

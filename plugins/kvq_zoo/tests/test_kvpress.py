@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from kvq.methods.eviction import Seen, SnapKV, StreamingLLM
+from kvq_zoo.eviction import Seen, SnapKV, StreamingLLM
 from tests.methods import chosen
 from tests.methods.held import HEADS, states
 
@@ -28,7 +28,7 @@ def pressed(folder: Path, name: str, ratio: float, **settings: int) -> list[list
     weights = WEIGHTS.flatten(0, 1)[None].float()
     asked = {"name": name, "weights": weights, "keys": states(0, TOKENS), "ratio": ratio, "settings": settings}
     torch.save(asked, folder / "asked.pt")
-    command = [sys.executable, "-m", "tests.methods.presses", str(folder / "asked.pt")]
+    command = [sys.executable, "-m", "kvq_zoo.tests.presses", str(folder / "asked.pt")]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     found: list[list[int]] = json.loads(done.stdout.splitlines()[-1])

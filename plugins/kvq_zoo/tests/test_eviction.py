@@ -6,7 +6,7 @@ import torch
 import kvq
 from kvq.cache import KVCache
 from kvq.errors import ConfigError, Unsupported
-from kvq.methods.eviction import HeavyHitters, SnapKV, StreamingLLM
+from kvq_zoo.eviction import HeavyHitters, SnapKV, StreamingLLM
 from tests.families import family
 from tests.random_models import llama, token_ids
 

@@ -1,4 +1,4 @@
-"""`python -m tests.methods.presses`: as JSON, the tokens that kvpress's presses keep of given attention weights.
+"""`python -m kvq_zoo.tests.presses`: as JSON, the tokens that kvpress's presses keep of given attention weights.
 
 A process of its own, because importing kvpress replaces the attention functions of transformers.
 """
