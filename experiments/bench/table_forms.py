@@ -12,9 +12,8 @@ from collections.abc import Mapping
 
 import torch
 
-from kvq.calibration.budget import fit_sharing, joint_parts
+from kvq.calibration.budget import collect_joint, fit_sharing, joint_parts
 from kvq.calibration.collect import Place
-from kvq.calibration.moments import collect_joint
 from kvq.calibration.text import text_of
 from kvq.codecs import JointMoments, Tables, bind_codec
 from kvq.codecs.second_moments import FOLDED

@@ -28,7 +28,7 @@ from kvq.cache.observe import Attended
 from kvq.cache.packed import use_packed_attention
 from kvq.cache.padded import PaddableCache
 from kvq.cache.rotary import RopeTable, angles, styles_of
-from kvq.codecs.torch_state import isolated
+from kvq.codecs.codec import isolated
 from kvq.config.run import Mla
 from kvq.errors import ConfigError, Unsupported
 from kvq.models import LoadedModel

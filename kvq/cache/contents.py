@@ -20,8 +20,7 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, LinearAttentionLayer
 
-from kvq.cache.serialize import Reader, Writer
-from kvq.cache.store import Recompression
+from kvq.cache.store import Reader, Recompression, Writer
 from kvq.codecs import Codec
 from kvq.errors import Unsupported
 from kvq.models.layers import KvLayer, state_layers_of

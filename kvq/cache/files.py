@@ -20,7 +20,7 @@ from kvq.cache.contents import StateLayer
 from kvq.cache.hooks import layer_of
 from kvq.cache.layer import Layer
 from kvq.cache.rotary import RopeTable
-from kvq.cache.serialize import Reader, Writer
+from kvq.cache.store import Reader, Writer
 from kvq.errors import DataError, RecordError, reason_of
 from kvq.models.layers import head_dims_of, kv_layers_of
 from kvq.models.placing import base_of, device_of

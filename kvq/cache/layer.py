@@ -13,8 +13,8 @@ from transformers.cache_utils import CacheLayerMixin
 
 from kvq.cache.chunk_masks import SourceColumns, Transitions, columns_of
 from kvq.cache.observe import Attended
-from kvq.cache.serialize import Reader, Writer
 from kvq.cache.side import CacheSide
+from kvq.cache.store import Reader, Writer
 from kvq.cache.window import RecordedUpdate, drop, outside, skip_hidden
 from kvq.errors import ConfigError, Unsupported
 

@@ -14,7 +14,7 @@ from transformers.cache_utils import DynamicCache
 from kvq.cache.hooks import attentions, call_before, layer_number
 from kvq.codecs import Growable
 from kvq.codecs.packed import append_rows
-from kvq.codecs.rope import Rope
+from kvq.codecs.stages import Rope
 from kvq.errors import DataError, Unsupported
 from kvq.models.placing import base_of, device_of
 

@@ -11,11 +11,10 @@ from torch import Tensor
 
 from kvq.cache.chunk_masks import Transitions
 from kvq.cache.rotary import RopeTable
-from kvq.cache.serialize import Reader, Writer
-from kvq.cache.store import BlockStore, Recompression, TokenStore
+from kvq.cache.store import BlockStore, Reader, Recompression, TokenStore, Writer
 from kvq.codecs import Codec, Growable, Packed
 from kvq.codecs.packed import append_rows
-from kvq.codecs.rope import Rope
+from kvq.codecs.stages import Rope
 from kvq.config.residual import Policy, PrefillBlock, ResidualSide, leaving
 from kvq.errors import DataError, Unsupported
 

@@ -29,7 +29,7 @@ from kvq.calibration.collect import (
 from kvq.calibration.files import Calibration, bind
 from kvq.calibration.text import text_of
 from kvq.codecs import Codec, LearnedRotation, SharingQuantizer, Tables, calibrated_parts, cayley_step, fit_codec
-from kvq.codecs.torch_state import isolated
+from kvq.codecs.codec import isolated
 from kvq.config.method import CalibrationConfig
 from kvq.data.text import encode
 from kvq.errors import ConfigError, DataError, Unsupported

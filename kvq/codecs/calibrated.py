@@ -13,8 +13,7 @@ from torch import Tensor
 
 from kvq.codecs.codec import Codec
 from kvq.codecs.quantizers import Quantizer, with_prefix, without_prefix
-from kvq.codecs.rope import Rope
-from kvq.codecs.stages import Side, Stage
+from kvq.codecs.stages import Rope, Side, Stage
 from kvq.errors import ConfigError, Unsupported
 
 Tables = dict[str, Tensor]

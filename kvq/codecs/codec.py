@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import ClassVar
 
 import torch
@@ -11,10 +12,44 @@ from torch import Size, Tensor
 
 from kvq.codecs.packed import UNIT, BlockRun, Packed
 from kvq.codecs.quantizers import Gain, Parts, Passthrough, Quantizer, shared_group, to_stored, without_prefix
-from kvq.codecs.rope import Rope
-from kvq.codecs.stages import Stage
-from kvq.codecs.torch_state import isolated
+from kvq.codecs.stages import Rope, Stage
 from kvq.errors import ConfigError, DataError, Unsupported, did_you_mean, require
+
+_PRODUCTS = (torch.backends.mkldnn.matmul, torch.backends.cuda.matmul)  # type: ignore[attr-defined]
+_FULL = ("none", "ieee")
+
+
+@contextmanager
+def isolated(gradients: bool = False) -> Iterator[None]:
+    """A context (or decorator) in which torch computes as in a new process, without gradients.
+
+    Codecs, caches and calibrations compute in dtypes of their choice, on the device of the states, in full precision,
+    whatever autocast, inference mode, default dtype, default device or precision of matrix products is in force around
+    them. Constants that are made meanwhile, and kept, are plain tensors.
+
+    Args:
+        gradients: leave them on where they are. Inference mode, which has none, ends in any case.
+    """
+    probe = torch.empty(0)
+    with ExitStack() as stack:
+        if probe.is_inference():
+            stack.enter_context(torch.inference_mode(False))  # switches gradients on
+        if probe.is_inference() or not gradients:
+            stack.enter_context(torch.no_grad())
+        for kind in ("cpu", "cuda"):
+            if torch.is_autocast_enabled(kind):
+                stack.enter_context(torch.autocast(kind, enabled=False))
+        if probe.device.type != "cpu":
+            stack.enter_context(torch.device("cpu"))
+        if probe.dtype != torch.float32:
+            stack.callback(torch.set_default_dtype, probe.dtype)
+            torch.set_default_dtype(torch.float32)
+        for products in _PRODUCTS:
+            if (precision := products.fp32_precision) not in _FULL:
+                stack.callback(setattr, products, "fp32_precision", precision)
+                products.fp32_precision = "ieee"
+        yield
+
 
 Blocks = Float[Tensor, "*lead heads tokens head_dim"]
 States = Float[Tensor, "batch heads tokens head_dim"]

@@ -17,8 +17,7 @@ from kvq.codecs.codec import States as BatchStates
 from kvq.codecs.levels import codebooks, nearest
 from kvq.codecs.packed import MAX_BITS, Packed, pack_parts, unpack_parts
 from kvq.codecs.quantizers import Parts, Quantizer, to_stored
-from kvq.codecs.rope import Rope
-from kvq.codecs.stages import Stage
+from kvq.codecs.stages import Rope, Stage
 from kvq.errors import ConfigError, Unsupported, at_least, check_choice, check_seed
 
 

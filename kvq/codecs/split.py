@@ -15,7 +15,7 @@ from kvq.codecs.calibrated import calibrated_parts
 from kvq.codecs.codec import Blocks, Codec, check_nested
 from kvq.codecs.packed import pack, unpack
 from kvq.codecs.quantizers import Parts, Quantizer, shared_group, with_prefix, without_prefix
-from kvq.codecs.rope import Rope, rope_table
+from kvq.codecs.stages import Rope, rope_table
 from kvq.errors import ConfigError, Unsupported, require
 
 

@@ -16,8 +16,7 @@ from kvq.codecs.calibrated_levels import INDICES
 from kvq.codecs.codec import Codec, States
 from kvq.codecs.packed import BlockRun, Packed, merge_runs, pack_parts, plane_widths, unpack_parts
 from kvq.codecs.quantizers import Quantizer
-from kvq.codecs.rope import Rope
-from kvq.codecs.stages import Stage
+from kvq.codecs.stages import Rope, Stage
 from kvq.errors import Unsupported
 
 

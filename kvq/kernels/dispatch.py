@@ -12,7 +12,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from kvq.codecs import Codec
-from kvq.codecs.torch_state import isolated
+from kvq.codecs.codec import isolated
 from kvq.config.plugins import import_modules
 from kvq.errors import Unsupported
 from kvq.kernels import eager

@@ -42,8 +42,7 @@ from kvq.codecs import (
 )
 from kvq.codecs.packed import BlockRun
 from kvq.codecs.quantizers import Quantizer
-from kvq.codecs.rope import ApplyRope, UndoRope
-from kvq.codecs.stages import ChannelShift, Stage, decode_side
+from kvq.codecs.stages import ApplyRope, ChannelShift, Stage, UndoRope, decode_side
 from kvq.errors import Unsupported
 
 

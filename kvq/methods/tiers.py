@@ -13,12 +13,11 @@ from torch import Tensor
 
 from kvq.cache.layer import KVCacheLayer
 from kvq.cache.observe import Attended
-from kvq.cache.serialize import Reader
-from kvq.cache.store import BlockStore, Recompression
+from kvq.cache.store import BlockStore, Reader, Recompression
 from kvq.codecs import BlockRun, Codec, Growable, Packed, TokenTiers, pack, unpack
 from kvq.codecs.packed import pack_tokens, unpack_tokens
-from kvq.codecs.rope import Rope
 from kvq.codecs.split import TIER_BITS
+from kvq.codecs.stages import Rope
 from kvq.errors import ConfigError
 from kvq.methods.mixed_precision import DeferredSide, MixedPrecision, PlannedLayer
 

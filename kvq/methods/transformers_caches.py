@@ -21,7 +21,7 @@ from transformers.utils import is_hqq_available, is_optimum_quanto_available
 from kvq.cache.chunk_masks import SourceColumns, Transitions
 from kvq.cache.layer import Layer
 from kvq.cache.rotary import RopeTable
-from kvq.cache.serialize import Writer
+from kvq.cache.store import Writer
 from kvq.config.bits import Bits
 from kvq.config.method import BITS, BackendConfig
 from kvq.config.residual import Policy, PrefillBlock, Residual, ResidualSide

@@ -17,8 +17,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from kvq.codecs import Codec, Rope, VectorQuantizer
+from kvq.codecs.codec import isolated
 from kvq.codecs.quantizers import Parts
-from kvq.codecs.torch_state import isolated
 from kvq.codecs.trellis import Loops
 from kvq.kernels import PackedStates
 from kvq_kernels.uniform_chain import ROWS, UniformChain, uniform_chain_of

@@ -19,9 +19,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from kvq.calibration.budget import joint_parts, predicted
+from kvq.calibration.budget import BOTH, joint_parts, moments_of, predicted
 from kvq.calibration.collect import Kept
-from kvq.calibration.moments import BOTH, moments_of
 from kvq.codecs import FisherTransform, JointMoments
 from kvq.config.method import CalibrationConfig
 from kvq.errors import Unsupported

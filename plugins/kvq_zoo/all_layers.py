@@ -17,11 +17,10 @@ from jaxtyping import Float
 from torch import Tensor
 
 from kvq.cache.layer import KVCacheLayer, Layer
-from kvq.cache.serialize import Reader, Writer
 from kvq.cache.side import CacheSide
-from kvq.cache.store import BlockStore
+from kvq.cache.store import BlockStore, Reader, Writer
 from kvq.codecs import Codec, Packed
-from kvq.codecs.rope import Rope
+from kvq.codecs.stages import Rope
 from kvq.config.residual import ResidualSide
 from kvq.config.run import WindowLayers
 from kvq.errors import Unsupported

@@ -17,8 +17,7 @@ from torch import Tensor
 from kvq.codecs.codec import Codec, States
 from kvq.codecs.packed import BlockRun, Packed
 from kvq.codecs.quantizers import Quantizer, shared_group
-from kvq.codecs.rope import Rope
-from kvq.codecs.stages import Stage
+from kvq.codecs.stages import Rope, Stage
 from kvq.codecs.variable_length import SIZE, STREAM, CodedBlocks, pieces, streams
 from kvq.errors import DataError, Unsupported, at_least
 

@@ -10,7 +10,7 @@ from jaxtyping import Float
 from torch import Size, Tensor
 
 from kvq.codecs import UniformQuantizer
-from kvq.codecs.low_rank import Blocks, Factors, product, stored_factors
+from kvq.codecs.nested import Blocks, Factors, product, stored_factors
 from kvq.codecs.quantizers import Parts, Quantizer, to_stored
 from kvq.errors import Unsupported, at_least, require
 

@@ -18,8 +18,8 @@ from kvq.calibration.collect import LayerStates, Place
 from kvq.codecs.calibrated import Calibrated, JointTransform, SharingQuantizer, Tables
 from kvq.codecs.codec import Codec
 from kvq.codecs.quantizers import Parts, checked_choice
-from kvq.codecs.rope import Rope
 from kvq.codecs.rotations import eigenvectors, fix_signs, per_block
+from kvq.codecs.stages import Rope
 from kvq.codecs.trellis import read, write
 from kvq.errors import ConfigError, DataError, Unsupported, at_least
 from kvq_zoo.all_layers import AllLayers

@@ -20,7 +20,7 @@ from transformers import (
 import kvq
 from kvq.cache import KVCache
 from kvq.cache.rotary import STYLES, RopeTable, Style, angles, styles_of
-from kvq.codecs.rope import Rope
+from kvq.codecs.stages import Rope
 from kvq.errors import Unsupported
 from tests.random_models import llama, token_ids
 

@@ -11,11 +11,10 @@ import torch
 from hypothesis import strategies as st
 
 import kvq
-from kvq.calibration.budget import Demand, demand_of, fit_sharing, joint_parts, predicted, shared_out
+from kvq.calibration.budget import Demand, collect_joint, demand_of, fit_sharing, joint_parts, predicted, shared_out
 from kvq.calibration.collect import collect
 from kvq.calibration.files import bind
 from kvq.calibration.fit import calibrate
-from kvq.calibration.moments import collect_joint
 from kvq.codecs import Codec, FisherTransform, JointMoments, ScalarQuantizer, Stage, TokenNorm, bind_codec
 from kvq.codecs.components import scalar_errors
 from kvq.codecs.levels import pack_rows, unpack_rows

@@ -8,7 +8,7 @@ import torch
 from hypothesis import strategies as st
 from sklearn.covariance import ledoit_wolf, ledoit_wolf_shrinkage
 
-from kvq.calibration.moments import Sums
+from kvq.calibration.budget import Sums
 from kvq.codecs import FisherTransform
 from kvq.codecs.second_moments import ledoit_wolf as share_of
 from kvq.errors import ConfigError

@@ -19,7 +19,7 @@ from kvq.codecs import (
     UniformQuantizer,
     calibrated_parts,
 )
-from kvq.codecs.low_rank import exact_svd, randomized_svd
+from kvq.codecs.nested import exact_svd, randomized_svd
 from kvq.errors import Unsupported
 from tests.calibrated import fitted
 from tests.properties import examples

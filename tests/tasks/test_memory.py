@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 from kvq import KVCache, build_method
 from kvq.cache.side import CacheSide
 from kvq.cli import main
-from kvq.codecs.rope import Rope
+from kvq.codecs.stages import Rope
 from kvq.config.diagnostics import MemoryConfig
 from kvq.errors import ConfigError, Unsupported
 from kvq.models.shapes import CacheShape, LayerKind, cache_shape, load_shapes, state_bytes_of
