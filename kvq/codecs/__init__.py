@@ -25,14 +25,13 @@ from kvq.codecs.calibrated_rotations import (
 from kvq.codecs.channel_groups import CalibratedChannelSplit, ChannelSplit
 from kvq.codecs.codec import Codec, StoredWithKeys, gain_factor
 from kvq.codecs.components import ComponentQuantizer, Deviation, ScalarQuantizer, TrellisQuantizer, Widths
-from kvq.codecs.lloyd_max import LloydMaxQuantizer, StartingCodebook, optimal_levels
+from kvq.codecs.lloyd_max import InnerProductQuantizer, LloydMaxQuantizer, Sketch, StartingCodebook, optimal_levels
 from kvq.codecs.nested import DeltaQuantizer, LowRankCorrection, Svd
 from kvq.codecs.packed import BlockRun, Growable, Packed, PackedStore, merge_runs, pack, plane_widths, unpack
 from kvq.codecs.product import CoupledQuantizer, PrefillCodec, ProductQuantizer
 from kvq.codecs.quantizers import Axis, Gain, Passthrough, Quantizer, Zero
 from kvq.codecs.rotations import Hadamard, RandomizedHadamard, RandomRotation
 from kvq.codecs.second_moments import FisherTransform, JointMoments, Metric
-from kvq.codecs.sketches import InnerProductQuantizer, Sketch
 from kvq.codecs.split import HeadsCodec, PlannedCodec, TokenSplit, TokenTiers, check_single_heads
 from kvq.codecs.stages import (
     ApplyRope,

@@ -10,10 +10,10 @@ from jaxtyping import Float
 from torch import Size, Tensor
 
 from kvq.codecs import Sketch
+from kvq.codecs.lloyd_max import sketch_constant
 from kvq.codecs.packed import pack, unpack
 from kvq.codecs.quantizers import Parts, Quantizer, checked_choice, to_stored
 from kvq.codecs.rotations import per_block, rotation
-from kvq.codecs.sketches import sketch_constant
 from kvq.errors import ConfigError, Unsupported, at_least
 
 

@@ -27,8 +27,8 @@ from kvq.codecs import (
     plane_widths,
     rope_table,
 )
+from kvq.codecs.lloyd_max import InnerProductQuantizer
 from kvq.codecs.packed import pack
-from kvq.codecs.sketches import InnerProductQuantizer
 from kvq.codecs.vector import VectorQuantizer
 from kvq.errors import Unsupported
 from tests.calibrated import build

@@ -15,8 +15,7 @@ from kvq.codecs import (
     RandomRotation,
     TokenNorm,
 )
-from kvq.codecs.lloyd_max import optimal_levels, relative_mse
-from kvq.codecs.sketches import sketch_constant, sketch_matrix
+from kvq.codecs.lloyd_max import optimal_levels, relative_mse, sketch_constant, sketch_matrix
 from tests.codecs.oracles import block
 
 MSE = {1: 0.3609, 2: 0.1160, 3: 0.03397}

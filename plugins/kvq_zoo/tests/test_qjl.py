@@ -8,7 +8,7 @@ import torch
 
 import kvq
 from kvq.codecs import Codec, DeltaQuantizer, Sketch
-from kvq.codecs.sketches import sketch_constant
+from kvq.codecs.lloyd_max import sketch_constant
 from kvq.errors import Unsupported
 from kvq_zoo.qjl import SketchQuantizer, tall_sketch
 from tests.codecs.test_delta import drifting, inner
