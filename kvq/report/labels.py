@@ -155,7 +155,7 @@ FIRST: dict[str, str] = _PALETTE["first"]
 """Methods that most figures show; their lines are solid."""
 ENGINES = "engine"
 """The folder of presets of inference engines' cache formats, each of which is a method of its own."""
-BY_ENGINE: dict[str, tuple[str, str]] = {name: tuple(known) for name, known in _PALETTE["engines"].items()}
+BY_ENGINE: dict[str, tuple[str, str]] = {name: tuple(known) for name, known in _PALETTE.get("engines", {}).items()}
 """By the beginning of a preset's name: the engine's name and colour."""
 
 
