@@ -86,10 +86,10 @@ class Prepared:
         if method.policy("kept_keys") is not None:
             method = bind_kept_keys(method, self.inputs.tokenizer)
         text.check(self.inputs, method)
-        if self.config.model.round_weights is not None and (method.is_calibrated or is_timed(self.config.task)):
-            what = "a method fitted to the weights as they are" if method.is_calibrated else "a measurement of time"
+        if self.config.model.round_weights is not None and (method.needs_calibration or is_timed(self.config.task)):
+            what = "a method fitted to the weights as they are" if method.needs_calibration else "a measurement of time"
             raise Unsupported(f"model.round_weights={self.config.model.round_weights}: not with {what}; use null")
-        if method.is_calibrated and not self.config.task.calibrates_itself:
+        if method.needs_calibration and not self.config.task.calibrates_itself:
             _ = self.shared_text
         return method
 
@@ -138,7 +138,7 @@ class Prepared:
     @property
     def calibrates(self) -> bool:
         """Whether the method has tables that are fitted to a text."""
-        return self.method.is_calibrated and not self.config.task.calibrates_itself
+        return self.method.needs_calibration and not self.config.task.calibrates_itself
 
 
 Words = Callable[[], Sequence[str] | None]

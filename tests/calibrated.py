@@ -86,7 +86,7 @@ def bound(method: Method, x: Tensor, layers: int) -> Method:
 
 def keeping(method: Method, policy: KeptKeys) -> Method:
     """The method with this policy of kept keys, in the place of its own."""
-    return dataclasses.replace(method, policies=(*method.without("kept_keys").policies, policy))
+    return dataclasses.replace(method, policies=(*method.without_policies("kept_keys").policies, policy))
 
 
 def sides(method: Method) -> dict[str, Codec | None]:

@@ -11,13 +11,13 @@ from kvq.cli import main
 from kvq.config import compose, resolve
 from kvq.config.identity import canonical
 from kvq.config.method import BITS
-from kvq.methods.transformers_caches import installed
+from kvq.methods.transformers_caches import is_installed
 from kvq.report.tables.build import build_tables
 from kvq.results import Store
 from tests.sweeps import records, small_run
 
 BACKENDS = [
-    pytest.param(name, marks=pytest.mark.skipif(not installed(name), reason=f"extra [{name}]")) for name in BITS
+    pytest.param(name, marks=pytest.mark.skipif(not is_installed(name), reason=f"extra [{name}]")) for name in BITS
 ]
 
 

@@ -7,14 +7,14 @@ import pytest
 
 from kvq.config.method import BITS
 from kvq.methods.build import build_method
-from kvq.methods.transformers_caches import installed
+from kvq.methods.transformers_caches import is_installed
 from tests.methods_page import PAGE, PRESETS, ROWS, config
 from tests.presets import METHODS
 
 
 def built(name):
     """The method at 2 bits."""
-    if name in BITS and not installed(name):
+    if name in BITS and not is_installed(name):
         pytest.skip(f"needs the extra [{name}]")
     return build_method(name, bits=2)
 

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig, PreTra
 from kvq.cache import KVCache
 from kvq.cache.layer import KVCacheLayer
 from kvq.methods.build import build_method
-from kvq.methods.transformers_caches import installed
+from kvq.methods.transformers_caches import is_installed
 
 LAYERS, CONTEXT, DECODED = 2, 16384, 4
 SHAPE = {
@@ -50,7 +50,7 @@ def stack() -> PreTrainedModel:
 
 def quantized(model: Any, packed: Sequence[tuple[str, int]] = PACKED) -> dict[str, KVCache]:
     """Empty caches by label: transformers' quantized ones, where their packages are installed, and packed ones."""
-    own = [(name, bits, {}) for name, bits in PEERS if installed(name)]
+    own = [(name, bits, {}) for name, bits in PEERS if is_installed(name)]
     own += [(name, bits, {"attention": "packed"}) for name, bits in packed]
     dim = model.config.head_dim
     return {

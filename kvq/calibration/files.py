@@ -123,7 +123,7 @@ def bind(method: Method, calibration: Calibration, model: str, head_dims: Sequen
         codec = getattr(method, side)
         if codec is None or not calibrated_parts(codec):
             continue
-        kept = method.whole_layers(side, len(layers))
+        kept = method.full_precision_indices(side, len(layers))
         codecs: list[Codec | None] = []
         for layer, (heads, dim) in layers:
             if codec.joins_layers:

@@ -70,7 +70,7 @@ def learn(
     name, stage = found
     codecs = [method.codec_of("value", index) or method.value for index in range(len(head_dims))]
     rest = [codec.with_stages(codec.stages[1:]) for codec in codecs]
-    kept = method.whole_layers("value", len(head_dims))
+    kept = method.full_precision_indices("value", len(head_dims))
     rotations = {index: stage.initial_rotation(dim) for index, dim in enumerate(head_dims) if index not in kept}
     for step in tqdm(range(stage.steps), desc="learning rotations", unit="step", leave=False, disable=None):
         leaves = {index: rotation.float().requires_grad_() for index, rotation in rotations.items()}
@@ -149,7 +149,7 @@ def _places(method: Method, layers: int, wanted: Callable[[Codec], bool]) -> dic
     codecs: dict[Place, Codec] = {}
     for side, codec in _codecs(method).items():
         if wanted(codec):
-            kept = method.whole_layers(side, layers)
+            kept = method.full_precision_indices(side, layers)
             codecs |= {(side, at): method.codec_of(side, at) or codec for at in range(layers) if at not in kept}
     return codecs
 
@@ -223,7 +223,7 @@ def _fit(
 ) -> dict[str, Tensor]:
     out: dict[str, Tensor] = {}
     for side in _fitted(method):
-        if layer in method.whole_layers(side, layers):
+        if layer in method.full_precision_indices(side, layers):
             continue
         x, gradients, moments = getattr(states, side).to(device), states.gradients.get(side), states.moments(side)
         found = fit_codec(
@@ -267,7 +267,7 @@ def calibrated(
 
 
 def _check_calibrated(method: Method) -> None:
-    if not method.is_calibrated:
+    if not method.needs_calibration:
         raise Unsupported(f"method={method.name}: calibrates nothing; use it without a calibration")
 
 

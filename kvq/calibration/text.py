@@ -189,7 +189,7 @@ def shared_text(inputs: Inputs, texts: Sequence[str]) -> float:
 
 def check(inputs: Inputs, method: Method) -> None:
     """Check text and model for calibrating, without reading weights."""
-    if not method.is_calibrated or inputs.config.task.calibrates_itself:
+    if not method.needs_calibration or inputs.config.task.calibrates_itself:
         return
     settings = inputs.config.method.calibration
     if not inputs.reads_weights:

@@ -59,20 +59,21 @@ def build_method(
     """
     given = parse_bits(bits, real=True)
     # Files of a folder of one's own may change while the process lives.
-    found = _composed_once if config_dir is None else _composed
+    found = _compose_config_once if config_dir is None else _compose_config
     config = found(name, given, tuple(overrides), None if config_dir is None else str(config_dir))
     return method_of(config, *([head_dim] if isinstance(head_dim, int) else head_dim))
 
 
-def _composed(name: str, bits: Bits, overrides: tuple[str, ...], config_dir: str | None) -> Config:
-    given = [f"method={name}", f"bits={bits.label}", *(_relative(override) for override in overrides)]
+def _compose_config(name: str, bits: Bits, overrides: tuple[str, ...], config_dir: str | None) -> Config:
+    """The composed and checked configuration of a run with this method; arguments as `build_method`."""
+    given = [f"method={name}", f"bits={bits.label}", *(_prefixed_override(override) for override in overrides)]
     return composed(given, config_dir)
 
 
-_composed_once = functools.lru_cache(maxsize=256)(_composed)
+_compose_config_once = functools.lru_cache(maxsize=256)(_compose_config)
 
 
-def _relative(override: str) -> str:
+def _prefixed_override(override: str) -> str:
     """Prefix an override with `method.` unless it is the run's own `residual`, `bits` or `cache`."""
     prefix = override[: len(override) - len(override.lstrip("+~"))]
     rest = override[len(prefix) :]
@@ -92,14 +93,16 @@ def method_of(config: Config, *head_dims: int) -> Method:
 
 def instantiate_method(method: MethodConfig, residual: ResidualConfig, bits: Any, head_dim: int) -> Method:
     """Build a method from resolved configuration."""
-    by_layer = _by_layer(method, residual, bits, head_dim)
+    by_layer = _build_by_layer(method, residual, bits, head_dim)
     given = None
     if method.bits_range is not None:
         given = parse_bits(bits, method.real_bits)
         if method.bits_by_layer:
             given = method.bits_by_layer.layers(given)[0]
         check_range(method.name, method.bits_range, given, method.real_bits)
-    codecs = {side: _codec(method.name, f"method.{side}", getattr(method, side), head_dim) for side in ("key", "value")}
+    codecs = {
+        side: _build_codec(method.name, f"method.{side}", getattr(method, side), head_dim) for side in ("key", "value")
+    }
     rotated = {"value": method.merge_rotation, "key": method.merge_key_rotation}
     codecs, merged = merged_rotation(method.name, codecs, rotated)
     effective = effective_residual(method.residual, residual)
@@ -115,10 +118,10 @@ def instantiate_method(method: MethodConfig, residual: ResidualConfig, bits: Any
     texts = tuple(method.kept_keys.texts)
     kept_keys = KeptKeys(texts, tuple(method.kept_keys.layers)) if texts and codecs["key"] is not None else None
     policies = (
-        *(_policy(method.name, setting, getattr(method, setting), kind) for setting, kind in _KINDS.items()),
-        *(_part(method.name, f"method.policies.{name}", one, Policy) for name, one in method.policies.items()),
+        *(_build_policy(method.name, setting, getattr(method, setting), kind) for setting, kind in _KINDS.items()),
+        *(_build_part(method.name, f"method.policies.{name}", one, Policy) for name, one in method.policies.items()),
         *{policy.setting: policy for policy in of_stages if policy is not None}.values(),
-        *(kept_keys, _first_layers(method, head_dim), _gqa(method, codecs), merged),
+        *(kept_keys, _build_first_layers(method, head_dim), _build_gqa(method, codecs), merged),
     )
     built = Method(
         method.name,
@@ -137,12 +140,12 @@ def instantiate_method(method: MethodConfig, residual: ResidualConfig, bits: Any
     for policy in built.policies:
         policy.check_residual(method.name, effective)
     built.check_pairs()
-    if method.calibration.dataset is not None and not built.is_calibrated:
+    if method.calibration.dataset is not None and not built.needs_calibration:
         raise ConfigError(f"method.calibration.dataset={method.calibration.dataset}: {method.name} calibrates nothing")
     return built
 
 
-def _by_layer(method: MethodConfig, residual: ResidualConfig, bits: Any, head_dim: int) -> tuple[Method, ...]:
+def _build_by_layer(method: MethodConfig, residual: ResidualConfig, bits: Any, head_dim: int) -> tuple[Method, ...]:
     """The method at the bits of each layer; none where all layers have those of the run."""
     asked = method.bits_by_layer
     if not asked:
@@ -162,7 +165,7 @@ def _by_layer(method: MethodConfig, residual: ResidualConfig, bits: Any, head_di
     for side in ("key", "value"):
         if any(isinstance(widths, list) for widths in getattr(asked, side)):
             _check_heads(side, list(built.values()), head_dim)
-    return tuple(_of_heads(built, *widths) for widths in asked.widths(given))
+    return tuple(_combine_heads(built, *widths) for widths in asked.widths(given))
 
 
 def _check_heads(side: str, methods: Sequence[Method], head_dim: int) -> None:
@@ -177,8 +180,13 @@ def _check_heads(side: str, methods: Sequence[Method], head_dim: int) -> None:
                 raise Unsupported(f"method.bits_by_layer.{side}: {method.name}: {error}") from error
 
 
-def _of_heads(built: Mapping[str, Method], key: Any, value: Any) -> Method:
-    """The method of a layer, from those at the bits that occur by label; see `kvq.config.bits.Widths`."""
+def _combine_heads(built: Mapping[str, Method], key: Any, value: Any) -> Method:
+    """The method of one layer whose KV heads may have different bits.
+
+    Args:
+        built: methods by the label of their bits, such as `k3v2`.
+        key, value: bits of the layer: one number, or one for each KV head (`kvq.config.bits.Widths`).
+    """
     keys, values = bits_per_head(key, value)
     whole = next(built[at.label] for at in keys if at is not None)
     own: dict[str, Any] = {
@@ -189,7 +197,12 @@ def _of_heads(built: Mapping[str, Method], key: Any, value: Any) -> Method:
     return replace(whole, bits=Bits(mean_width(key), mean_width(value)), **own)
 
 
-def _gqa(method: MethodConfig, codecs: Mapping[str, Codec | None]) -> GqaCompensation | None:
+def _build_gqa(method: MethodConfig, codecs: Mapping[str, Codec | None]) -> GqaCompensation | None:
+    """The policy of `method.gqa_compensation`; None where it is off.
+
+    Raises:
+        ConfigError, Unsupported: no codecs, or one whose bits cannot be raised.
+    """
     if not method.gqa_compensation:
         return None
     if not any(codecs.values()):
@@ -203,29 +216,32 @@ def _gqa(method: MethodConfig, codecs: Mapping[str, Codec | None]) -> GqaCompens
     return found
 
 
-def _first_layers(method: MethodConfig, head_dim: int) -> FirstLayers | None:
+def _build_first_layers(method: MethodConfig, head_dim: int) -> FirstLayers | None:
+    """The policy of `method.first_layers`, which gives the first layers other codecs; None where its count is 0."""
     first = method.first_layers
     if not first.count:
         return None
     own = {
-        side: _codec(method.name, f"method.first_layers.{side}", getattr(first, side), head_dim)
+        side: _build_codec(method.name, f"method.first_layers.{side}", getattr(first, side), head_dim)
         for side in ("key", "value")
     }
     return FirstLayers(first.count, own["key"], own["value"])
 
 
-def _policy(name: str, setting: str, config: Any, kind: type[Policy]) -> Policy | None:
-    found = _part(name, f"method.{setting}", config, kind)
-    if found is not None and found.setting != setting:
-        raise ConfigError(f"method.{setting} of {name}: {config['_target_']} is a policy of method.{found.setting}")
-    return found
+def _build_policy(name: str, setting: str, config: Any, kind: type[Policy]) -> Policy | None:
+    """The policy that `method.SETTING` describes; None where it has none."""
+    policy = _build_part(name, f"method.{setting}", config, kind)
+    if policy is not None and policy.setting != setting:
+        raise ConfigError(f"method.{setting} of {name}: {config['_target_']} is a policy of method.{policy.setting}")
+    return policy
 
 
-def _codec(name: str, setting: str, config: Any, head_dim: int) -> Codec | None:
-    return _part(name, setting, config, Codec, lambda codec: codec.check(head_dim))
+def _build_codec(name: str, setting: str, config: Any, head_dim: int) -> Codec | None:
+    """The codec that a setting describes, checked at `head_dim`; None for full precision."""
+    return _build_part(name, setting, config, Codec, lambda codec: codec.check(head_dim))
 
 
-def _part(
+def _build_part(
     name: str, setting: str, config: Any, kind: type[_Part], check: Callable[[Any], None] = lambda _: None
 ) -> _Part | None:
     """The object of `kind` that a mapping with `_target_` describes, checked; None where there is none."""
@@ -284,7 +300,7 @@ def _check_call(setting: str, config: Mapping[str, Any], target: Any, built: boo
     """Compare names with the target's signature, and values with its type hints."""
     parameters = inspect.signature(target).parameters
     open_ended = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
-    hints = _hints(target)
+    hints = _type_hints(target)
     for argument, value in config.items():
         if argument == "_target_":
             continue
@@ -295,7 +311,7 @@ def _check_call(setting: str, config: Mapping[str, Any], target: Any, built: boo
             raise ConfigError(f"{setting}.{argument}: not an argument of {config['_target_']} ({allowed}).{hint}")
         if argument in hints and (built or not _has_part(value)):
             try:
-                _adapter(hints[argument]).validate_python(_stand_in(value), strict=True)
+                _type_adapter(hints[argument]).validate_python(_stand_in(value), strict=True)
             except ValidationError as error:
                 shown = "null" if value is None else str(value)[:300]
                 wanted = re.sub(r"[a-zA-Z_.]+\.", "", inspect.formatannotation(hints[argument]))
@@ -310,6 +326,7 @@ def _check_call(setting: str, config: Mapping[str, Any], target: Any, built: boo
 
 
 def _has_part(value: Any) -> bool:
+    """Whether a configuration value is or contains a mapping with `_target_`."""
     inside = value.values() if isinstance(value, Mapping) else value if isinstance(value, list) else ()
     return (isinstance(value, Mapping) and "_target_" in value) or any(map(_has_part, inside))
 
@@ -323,18 +340,19 @@ def _stand_in(value: Any) -> Any:
     if "_target_" not in value:
         return {name: _stand_in(one) for name, one in value.items()}
     target = pkgutil.resolve_name(value["_target_"])
-    kind = target if inspect.isclass(target) else _hints(target).get("return")
+    kind = target if inspect.isclass(target) else _type_hints(target).get("return")
     return object.__new__(kind) if inspect.isclass(kind) else instantiate(value, _convert_="all")
 
 
 @functools.cache
-def _adapter(hint: Any) -> Any:
+def _type_adapter(hint: Any) -> Any:
     """The `TypeAdapter` of a type, each made once."""
     return TypeAdapter(hint, config=_ANY_TYPE)
 
 
 @functools.cache
-def _hints(target: Any) -> dict[str, Any]:
+def _type_hints(target: Any) -> dict[str, Any]:
+    """Type hints of a function's or a class's arguments by name; empty where they do not resolve."""
     try:
         return get_type_hints(target.__init__ if inspect.isclass(target) else target)
     except NameError:  # names imported for type checkers only

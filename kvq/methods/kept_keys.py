@@ -150,8 +150,12 @@ def packed_side_of(like: CacheSide) -> PackedSide:
     return packed_side(like)
 
 
-def side_of(codec: Codec | None, residual: ResidualSide, label: str, keep_decoded: bool, sinks: int) -> CacheSide:
-    """Keys or values of a layer; with sinks where `sinks` is not 0 and the others are quantized."""
+def make_side(codec: Codec | None, residual: ResidualSide, label: str, keep_decoded: bool, sinks: int) -> CacheSide:
+    """An empty cache side: a `SinkSide` where there is a codec and `sinks` is not 0, else a plain `CacheSide`.
+
+    Args:
+        sinks: first tokens that stay in full precision.
+    """
     if codec is None or not sinks:
         return CacheSide(codec, residual, label, keep_decoded)
     return SinkSide(codec, residual, label, keep_decoded, sinks)
@@ -162,12 +166,12 @@ Chosen = Bool[Tensor, "batch tokens"]
 
 
 class KeptRows(CacheSide):
-    """Keys or values that also keep chosen tokens (`note`) in full precision, which attention reads in place of codes.
+    """Keys or values whose chosen tokens (`note_kept`) are also kept in full precision, and so read by attention.
 
     These tokens have codes as all others; their full-precision rows and their positions (int32) count in addition.
 
     Attributes:
-        missing: what an error says where `note` was not told of all tokens.
+        missing: what an error says where `note_kept` was not told of all tokens.
     """
 
     missing: ClassVar[str]
@@ -181,12 +185,18 @@ class KeptRows(CacheSide):
         self._rows: Growable | None = None
         self._in_parts = False
 
-    def note(self, chosen: Chosen) -> None:
-        """Receive which of the next tokens are kept, before their states."""
+    def note_kept(self, chosen: Chosen) -> None:
+        """Receive a mask of the next tokens, true for those to keep in full precision; called before `append`."""
         self._chosen = chosen if self._chosen is None else torch.cat([self._chosen, chosen], 1)
 
-    def _coded(self, states: States, chosen: Chosen, block: int | None) -> States:
-        """What is encoded in the place of `states`, in blocks of `block` tokens (None: one)."""
+    def _states_to_encode(self, states: States, chosen: Chosen, block: int | None) -> States:
+        """The states to encode, of the same shape: `states` itself, or in a subclass with others for the kept tokens.
+
+        Args:
+            states: all tokens that are to be encoded.
+            chosen: true for the tokens that are kept in full precision.
+            block: tokens per block of the codec; None: all in one block.
+        """
         return states
 
     @property
@@ -196,7 +206,7 @@ class KeptRows(CacheSide):
         return super().packed_bytes + self._rows.view.nbytes + self._at.shape[1] * _POSITION_BYTES
 
     def append_then_steps(self, states: States, head: int, quantized_prefill: bool) -> tuple[States, States | None]:
-        self._check_noted(states)
+        self._check_all_noted(states)
         self._in_parts = True
         try:
             return super().append_then_steps(states, head, quantized_prefill)
@@ -205,29 +215,31 @@ class KeptRows(CacheSide):
 
     def _receive(self, states: Tensor) -> bool:
         if not self._in_parts:
-            self._check_noted(states)
+            self._check_all_noted(states)
         return super()._receive(states)
 
-    def _check_noted(self, states: Tensor) -> None:
+    def _check_all_noted(self, states: Tensor) -> None:
+        """Raise `Unsupported` unless `note_kept` has covered exactly the cached tokens and `states`."""
         if self._chosen is None or self._chosen.shape != (states.shape[0], self.tokens + states.shape[2]):
             raise Unsupported(f"{self.label}: {self.missing}; reset() the cache")
 
     def _encode(self, states: Tensor, block: int | None, decoded: bool = False) -> Tensor | None:
+        """As `CacheSide._encode`; stores the kept tokens too, and returns decoded states with these as given."""
         start = self.packed_tokens
         assert self._chosen is not None
         chosen = self._chosen[:, start : start + states.shape[2]]
-        out = super()._encode(self._coded(states, chosen, block), block, decoded)
+        out = super()._encode(self._states_to_encode(states, chosen, block), block, decoded)
         at = chosen.nonzero().T
-        rows = _rows(states, at)
+        rows = _rows_at(states, at)
         if at.shape[1]:
             moved = at + torch.tensor([[0], [start]], device=at.device)
             self._at = moved if self._at is None else torch.cat([self._at, moved], 1)
             self._rows = append_rows(self._rows, rows)
-        return None if out is None else _placed(out, at, rows)
+        return None if out is None else _with_rows_at(out, at, rows)
 
     def _past(self) -> Tensor:
         past = super()._past()
-        return past if self._at is None or self._rows is None else _placed(past, self._at, self._rows.view)
+        return past if self._at is None or self._rows is None else _with_rows_at(past, self._at, self._rows.view)
 
     def select(self, index: Tensor) -> None:
         super().select(index)
@@ -245,13 +257,13 @@ class KeptRows(CacheSide):
             self._chosen = self._chosen[:, :tokens]
 
 
-def _rows(states: States, at: Int[Tensor, "2 kept"]) -> Tensor:
-    """`[heads, kept, head_dim]`: the rows grow along dim -2."""
+def _rows_at(states: States, at: Int[Tensor, "2 kept"]) -> Tensor:
+    """The states of tokens `at` (their batch indices, then their token indices), `[heads, kept, head_dim]`."""
     return states[at[0], :, at[1]].transpose(0, 1)
 
 
-def _placed(states: States, at: Int[Tensor, "2 kept"], rows: Tensor) -> Tensor:
-    """A copy of the states with the full-precision rows in their places."""
+def _with_rows_at(states: States, at: Int[Tensor, "2 kept"], rows: Tensor) -> Tensor:
+    """A copy of the states in which tokens `at` (batch, then token indices) are `rows`, `[heads, kept, head_dim]`."""
     out = states.clone()
     out[at[0], :, at[1]] = rows.transpose(0, 1)
     return out
@@ -277,12 +289,12 @@ class KeptKeys(Policy):
     needs = frozenset({"own_tokens"})
     excludes = CHOOSES_TOKENS | {"expanded_latent"}
 
-    def holds(self, layer: int, layers: int) -> bool:
-        """Whether layer `layer` of `layers` keeps them."""
-        return layer in numbered(self.layers, layers)
+    def keeps_keys_in(self, layer: int, layers: int) -> bool:
+        """Whether layer `layer`, of a model with `layers` layers, keeps these keys in full precision."""
+        return layer in layer_indices(self.layers, layers)
 
-    def bound(self, tokenizer: Any) -> KeptKeys:
-        """The same with the ids of the tokens. Raises: ConfigError: a text that is not one token."""
+    def bind_tokenizer(self, tokenizer: Any) -> KeptKeys:
+        """A copy with the ids of the tokens. Raises: ConfigError: a text that is not one token."""
         found = [tokenizer.encode(text, add_special_tokens=False) for text in self.texts]
         for text, ids in zip(self.texts, found, strict=True):
             if len(ids) != 1:
@@ -292,16 +304,16 @@ class KeptKeys(Policy):
         return replace(self, ids=tuple(int(ids[0]) for ids in found))
 
     def wrap_side(self, like: CacheSide, side: str, layer: int, layers: int) -> CacheSide:
-        """Raises: ConfigError: the ids of the tokens are not known."""
-        if side != "key" or not self.holds(layer, layers):
+        """A `KeptSide` for keys of the chosen layers. Raises: ConfigError: `bind_kept_keys` has not been called."""
+        if side != "key" or not self.keeps_keys_in(layer, layers):
             return like
         if self.ids is None:
             raise ConfigError("method.kept_keys: texts, not yet tokens; kvq.bind_kept_keys(method, tokenizer)")
         return KeptSide(like.codec, like.residual, like.label, like.keep_decoded, self.ids)
 
 
-def numbered(chosen: Iterable[int], layers: int) -> set[int]:
-    """Indices of the chosen of `layers` layers; negative ones count from the last, others out of range drop out."""
+def layer_indices(chosen: Iterable[int], layers: int) -> set[int]:
+    """Layer indices from 0 to `layers` - 1; negative numbers count from the last, those out of range are left out."""
     return {number % layers for number in chosen if -layers <= number < layers}
 
 
@@ -325,4 +337,4 @@ class KeptSide(KeptRows):
         """Receive the ids of the next tokens before their keys. Raises: Unsupported: there are no ids."""
         if tokens is None:
             raise Unsupported(f"{self.label}: method.kept_keys chooses tokens by input_ids, of which there are none")
-        self.note(torch.isin(tokens, self._ids.to(tokens.device)))
+        self.note_kept(torch.isin(tokens, self._ids.to(tokens.device)))

@@ -59,7 +59,7 @@ class MergedRotation(Policy):
         A second copy of the projections is held meanwhile.
         """
         text = model.config.get_text_config()  # type: ignore[union-attr, operator]
-        sides = {side: _heads(model, text, side) for side in self.rotations}
+        sides = {side: _projection_pairs(model, text, side) for side in self.rotations}
         if "key" in sides and any(style is not None for style, _ in styles_of(model)):
             raise Unsupported(_TURNED.format(type(model).__name__))
         matrices = {heads.matrix for layers in sides.values() for pair in layers for heads in pair}
@@ -82,7 +82,7 @@ class MergedRotation(Policy):
             raise Unsupported(_TURNED.format((config.architectures or [type(config).__name__])[0]))
 
     def for_model(self, method: Any, config: Any) -> Any:
-        """The method. Raises: Unsupported: the model's weights do not rotate the sides now."""
+        """The method unchanged. Raises: Unsupported: outside of `in_weights`, where the weights do not rotate."""
         for side in self.rotations:
             if side not in getattr(config, _MARK, ()):
                 raise Unsupported(
@@ -92,7 +92,7 @@ class MergedRotation(Policy):
         return method
 
     def _merge(self, model: nn.Module, side: str, layers: list[tuple[Heads, Heads]], head_dim: int) -> None:
-        """Both projections of a side times the rotation; logits stay as they are."""
+        """Multiply both projections of a side by the rotation. Raises: Unsupported: the model's logits changed."""
         expected = _logits(model)
         for pair in layers:
             for heads in pair:
@@ -122,8 +122,12 @@ def merged_rotation(
     return left, MergedRotation(rotations) if rotations else None
 
 
-def _heads(model: nn.Module, text: Any, side: str) -> list[tuple[Heads, Heads]]:
-    """The two projections of a side in every layer."""
+def _projection_pairs(model: nn.Module, text: Any, side: str) -> list[tuple[Heads, Heads]]:
+    """For each layer the two projections that rotate a side: v_proj and o_proj, or q_proj and k_proj.
+
+    Raises:
+        Unsupported: a layer without both as plain matrices.
+    """
     first, second = _PARTS[side]
     modules = (projections(module, _head_dim(text)) for module in model.modules())
     found = [(parts[first], parts[second]) for parts in modules if {first, second} <= parts.keys()]
@@ -134,11 +138,13 @@ def _heads(model: nn.Module, text: Any, side: str) -> list[tuple[Heads, Heads]]:
 
 
 def _head_dim(config: Any) -> int:
+    """Channels per head, from a transformers text configuration."""
     return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
 
 
 @torch.no_grad()
 def _logits(model: Any) -> Tensor:
+    """`[1, 16, vocabulary]`: the logits of the tokens with ids 0 to 15, to compare a model before and after."""
     embedding = model.get_input_embeddings().weight
     tokens = torch.arange(16, device=embedding.device)[None] % embedding.shape[0]
     logits: Tensor = model(input_ids=tokens, use_cache=False).logits
@@ -165,16 +171,17 @@ class Heads:
     channels: Int[Tensor, " channels"] | None = None
 
     def rotate(self, rotation: Float[Tensor, "dim dim"]) -> None:
-        """Every head's channels become those times the rotation, in double precision."""
+        """Multiply each head's channels by the rotation, in place, computed in double precision."""
         weight: Tensor = self.matrix.weight.data  # type: ignore[assignment]
         transposed = isinstance(self.matrix, Conv1D)  # of a linear layer
         last = weight.T if self.written != transposed else weight
-        self._turn(last, rotation)
+        self._rotate_columns(last, rotation)
         bias = getattr(self.matrix, "bias", None)
         if self.written and bias is not None:
-            self._turn(bias.data[None], rotation)
+            self._rotate_columns(bias.data[None], rotation)
 
-    def _turn(self, rows: Float[Tensor, "rows channels"], rotation: Float[Tensor, "dim dim"]) -> None:
+    def _rotate_columns(self, rows: Float[Tensor, "rows channels"], rotation: Float[Tensor, "dim dim"]) -> None:
+        """Multiply the chosen channels of each row, head by head, by the rotation, in place."""
         chosen = slice(None) if self.channels is None else self.channels.to(rows.device)
         heads = rows[:, chosen].double().unflatten(1, (-1, rotation.shape[0]))
         rows[:, chosen] = (heads @ rotation.to(rows.device)).flatten(1).to(rows.dtype)
@@ -185,15 +192,15 @@ def projections(attention: nn.Module, head_dim: int) -> Mapping[str, Heads]:
 
     Quantized weights are no plain matrices.
     """
-    found = {name: Heads(part, True) for name, child in _APART.items() if (part := _plain(attention, child))}
+    found = {name: Heads(part, True) for name, child in _APART.items() if (part := _plain_matrix(attention, child))}
     if found:
-        outputs = [part for child in _OUTPUTS if (part := _plain(attention, child))]
+        outputs = [part for child in _OUTPUTS if (part := _plain_matrix(attention, child))]
         return found | ({"output": Heads(outputs[0], False)} if outputs else {})
     for child, reader in _JOINED.items():
-        joined, output = _plain(attention, child), _plain(attention, reader)
+        joined, output = _plain_matrix(attention, child), _plain_matrix(attention, reader)
         if joined is None or output is None or isinstance(joined, Conv1D) != (child == "c_attn"):
             continue
-        size, width = _written(joined), _written(output)
+        size, width = _output_channels(joined), _output_channels(output)
         if size != 3 * width or width % head_dim:
             continue
         places = torch.arange(size)
@@ -204,14 +211,14 @@ def projections(attention: nn.Module, head_dim: int) -> Mapping[str, Heads]:
     return {}
 
 
-def _plain(attention: nn.Module, name: str) -> nn.Module | None:
-    """A matrix of floating-point numbers."""
+def _plain_matrix(attention: nn.Module, name: str) -> nn.Module | None:
+    """The submodule of that name where it is a linear layer of floating-point weights, else None."""
     part = getattr(attention, name, None)
     return part if isinstance(part, nn.Linear | Conv1D) and part.weight.is_floating_point() else None
 
 
-def _written(matrix: nn.Module) -> int:
-    """How many channels a matrix writes."""
+def _output_channels(matrix: nn.Module) -> int:
+    """Number of output channels of a linear layer."""
     weight: Tensor = matrix.weight  # type: ignore[assignment]
     return weight.shape[1] if isinstance(matrix, Conv1D) else weight.shape[0]
 
@@ -232,7 +239,7 @@ class GqaCompensation(Policy):
     needs = frozenset({"same_stages"})
     excludes = frozenset({"codecs_alone", "fixed_bits"})
 
-    def extra(self, config: Any) -> int:
+    def extra_bits(self, config: Any) -> int:
         """Bits that are added in a model: 0 for one query head, 1 up to 4, 2 up to 16."""
         heads = int(config.num_attention_heads)
         shared, bits = heads // int(getattr(config, "num_key_value_heads", None) or heads), 0
@@ -242,11 +249,11 @@ class GqaCompensation(Policy):
 
     def for_model(self, method: Any, config: Any) -> Any:
         """The method with the bits of its codecs raised in every layer, and without this policy."""
-        extra = self.extra(config)
+        extra = self.extra_bits(config)
         codecs = {side: codec for side in ("key", "value") if (codec := getattr(method, side)) is not None}
         more = {side: codec.with_more_bits(extra, MOST) for side, codec in codecs.items()}
         by_layer = tuple(self.for_model(one, config) for one in method.by_layer)
-        return replace(method.without(self.setting), by_layer=by_layer, **more)
+        return replace(method.without_policies(self.setting), by_layer=by_layer, **more)
 
     def check(self, codec: Codec | None) -> None:
         """Raises: Unsupported: a codec without bits to raise."""

@@ -22,9 +22,9 @@ from kvq.config.residual import Residual, ResidualSide
 from kvq.config.run import Mla, WindowLayers
 from kvq.errors import ConfigError, Unsupported
 from kvq.kernels import linear_chain_of
-from kvq.methods.kept_keys import numbered, packed_side_of, side_of
+from kvq.methods.kept_keys import layer_indices, make_side, packed_side_of
 from kvq.methods.merged import MergedRotation
-from kvq.methods.policies import Capability, Policy, check_needs, check_pairs, traits_of
+from kvq.methods.policies import Capability, Policy, check_needs, check_pairs, method_traits
 from kvq.methods.transformers_caches import TransformersLayer
 from kvq.models.layers import KvLayer
 from kvq.results.tensor_files import digest
@@ -113,26 +113,26 @@ class Method:
         found: MergedRotation | None = self.policy("merge_rotation")
         return found
 
-    def without(self, *settings: str) -> Method:
+    def without_policies(self, *settings: str) -> Method:
         """The method without the policies of these names."""
         return replace(self, policies=tuple(one for one in self.policies if one.setting not in settings))
 
     @functools.cached_property
-    def _rows(self) -> tuple[Policy, ...]:
-        """Its policies, and what follows from codecs, residual and plain settings."""
-        return *self.policies, *traits_of(self)
+    def _policies_and_traits(self) -> tuple[Policy, ...]:
+        """Its policies and the traits of its codecs, residual and settings: all that excludes or needs capabilities."""
+        return *self.policies, *method_traits(self)
 
     def check_needs(self, asker: str, *needed: Capability) -> None:
         """Raise `Unsupported` where the method lacks a capability that `asker`, such as `task=error`, needs."""
-        check_needs(self.name, self._rows, asker, *needed)
+        check_needs(self.name, self._policies_and_traits, asker, *needed)
 
     def check_pairs(self) -> None:
         """Raise `Unsupported` where one policy of the method excludes what another needs."""
-        check_pairs(self.name, self._rows)
+        check_pairs(self.name, self._policies_and_traits)
 
     def has(self, capability: Capability) -> bool:
         """Whether no policy excludes a capability."""
-        return not any(capability in policy.excludes for policy in self._rows)
+        return not any(capability in policy.excludes for policy in self._policies_and_traits)
 
     def check_layers(self, layers: int) -> None:
         """Raise `ConfigError` where bits are given for another number of layers than the model's `layers`."""
@@ -147,7 +147,7 @@ class Method:
         Raises:
             Unsupported: a calibrated method without a calibration, or with that of another number of layers.
         """
-        codec = None if layer in self.whole_layers(side, layers) else self.codec_of(side, layer)
+        codec = None if layer in self.full_precision_indices(side, layers) else self.codec_of(side, layer)
         if codec is None or not calibrated_parts(codec):
             return codec
         if side not in self.bound:
@@ -161,9 +161,9 @@ class Method:
             )
         return self.bound[side][layer]
 
-    def whole_layers(self, side: str, layers: int) -> set[int]:
-        """Indices of the layers, of `layers`, whose keys (or values) stay in full precision."""
-        return numbered(self.full_precision_layers.get(side, ()), layers)
+    def full_precision_indices(self, side: str, layers: int) -> set[int]:
+        """Indices of the layers whose keys (or values) stay in full precision, in a model with `layers` layers."""
+        return layer_indices(self.full_precision_layers.get(side, ()), layers)
 
     def codec_of(self, side: str, layer: int) -> Codec | None:
         """The codec of `key` or `value` for a layer, whether or not that layer stays in full precision."""
@@ -176,7 +176,7 @@ class Method:
 
     @property
     def label(self) -> str:
-        """Name and bits, means where layers have bits of their own."""
+        """Name and bits, such as `kivi 2`; the mean over layers where these have bits of their own."""
         bits = [method.bits for method in self.by_layer or (self,) if method.bits is not None]
         return f"{self.name} {mean_label(bits) if bits else ''}".strip()
 
@@ -192,7 +192,7 @@ class Method:
             raise Unsupported(f"method={self.name}: put together by hand, so nothing names it; use kvq.build_method")
         ids = getattr(self.policy("kept_keys"), "ids", None)
         kept = None if ids is None else list(ids)
-        tables = digest(self._tables(layers)) if self.is_calibrated else None
+        tables = digest(self._tables(layers)) if self.needs_calibration else None
         found = {
             **self.settings,
             "residual": asdict(self.residual),
@@ -217,8 +217,8 @@ class Method:
         return found
 
     @property
-    def is_calibrated(self) -> bool:
-        """Some part of a codec has tables that a calibration fits."""
+    def needs_calibration(self) -> bool:
+        """Whether a part of its codecs has tables that calibration fits, whether or not these are bound already."""
         return any(codec is not None and calibrated_parts(codec) for codec in (self.key, self.value))
 
     @property
@@ -284,7 +284,7 @@ class Method:
         # Policies that choose tokens go by all of them; a model's own mask then hides those outside of its window.
         if not self.has("own_window"):
             held = [replace(one, window=None) for one in held]
-        made = self._of_both if self.joins_sides else self._apart
+        made = self._build_joined_layer if self.joins_sides else self._build_layer
         layers = [made(place, held, keep_decoded, quantized_prefill) for place in range(len(held))]
         if packed:
             return [packed_layer(layer, packed_side_of) for layer in layers]
@@ -299,53 +299,63 @@ class Method:
         return any(stage.depends_on_model for stage in stages)
 
     def for_model(self, config: Any) -> Method:
-        """The method for a model with this transformers text configuration, which may decide what stages compute."""
+        """A copy whose stages are adapted to a model with this transformers text configuration (`Stage.for_model`)."""
         if not self.depends_on_model:
             return self
 
-        def decided(codec: Codec | None) -> Codec | None:
+        def codec_for_model(codec: Codec | None) -> Codec | None:
+            """The codec with each stage as this model needs it."""
             stages = [] if codec is None else [(name, stage.for_model(config)) for name, stage in codec.stages]
             return None if codec is None else codec.with_stages(stages)
 
-        return replace(self, key=decided(self.key), value=decided(self.value))
+        return replace(self, key=codec_for_model(self.key), value=codec_for_model(self.value))
 
-    def _sides(self, place: int, held: Sequence[KvLayer], keep_decoded: bool) -> tuple[CacheSide, CacheSide]:
-        key, value = (self._side(side, place, held, keep_decoded) for side in ("key", "value"))
+    # In these, `place` is an index into `held`, the cached layers of the model.
+    def _build_sides(self, place: int, held: Sequence[KvLayer], keep_decoded: bool) -> tuple[CacheSide, CacheSide]:
+        key, value = (self._build_side(side, place, held, keep_decoded) for side in ("key", "value"))
         return key, value
 
-    def _apart(self, place: int, held: Sequence[KvLayer], keep_decoded: bool, quantized_prefill: bool) -> KVCacheLayer:
-        return KVCacheLayer(*self._sides(place, held, keep_decoded), quantized_prefill, held[place].window)
-
-    def _of_both(
+    def _build_layer(
         self, place: int, held: Sequence[KvLayer], keep_decoded: bool, quantized_prefill: bool
     ) -> KVCacheLayer:
+        return KVCacheLayer(*self._build_sides(place, held, keep_decoded), quantized_prefill, held[place].window)
+
+    def _build_joined_layer(
+        self, place: int, held: Sequence[KvLayer], keep_decoded: bool, quantized_prefill: bool
+    ) -> KVCacheLayer:
+        """A cache layer whose one codec stores keys and values. Raises: Unsupported: their head dims differ."""
         one = held[place]
         if one.head_dim != one.value_dim:
             raise Unsupported(f"method={self.name}: keys of {one.head_dim} channels a head, values of {one.value_dim}")
-        side = self._side("key", place, held, keep_decoded)
+        side = self._build_side("key", place, held, keep_decoded)
         if side.codec is None:  # a layer with a window, kept in full precision
-            return self._apart(place, held, keep_decoded, quantized_prefill)
+            return self._build_layer(place, held, keep_decoded, quantized_prefill)
         side.label = f"layer {one.index} keys and values"
         return JoinedLayer(side, quantized_prefill, one.window)
 
-    def in_window(self, codec: Codec | None, residual: ResidualSide) -> tuple[Codec | None, ResidualSide]:
-        """Codec and residual of a side, without kept tokens, in a layer that attends to a window of tokens."""
+    def for_window(self, codec: Codec | None, residual: ResidualSide) -> tuple[Codec | None, ResidualSide]:
+        """Codec and residual of keys or values in a layer with sliding-window attention.
+
+        The codec is None under `window_layers=keep`. Otherwise, where tokens outside of the window can be
+        dropped from the codec's store, the prompt is encoded in blocks (`ResidualSide.with_prefill_in_blocks`).
+        """
         if self.window_layers is WindowLayers.keep:
             return None, residual
         drops = codec is not None and not codec.stores_lists and not self.sink_tokens
         return codec, residual.with_prefill_in_blocks() if drops else residual
 
-    def _side(self, side: str, place: int, held: Sequence[KvLayer], keep_decoded: bool) -> CacheSide:
+    def _build_side(self, side: str, place: int, held: Sequence[KvLayer], keep_decoded: bool) -> CacheSide:
+        """The empty `key` or `value` side of layer `held[place]`, as a policy wraps it, if one does."""
         residual, count = getattr(self.residual, side), len(held)
         codec, own = self.codec(side, place, count), residual
         if held[place].window is not None:
-            codec, own = self.in_window(codec, residual)
+            codec, own = self.for_window(codec, residual)
         label = f"layer {held[place].index} {side}s"
-        like = side_of(codec, residual, label, keep_decoded, self.sink_tokens)
+        like = make_side(codec, residual, label, keep_decoded, self.sink_tokens)
         for policy in self.policies if codec is not None else ():
             if (wrapped := policy.wrap_side(like, side, place, count)) is not like:
                 return wrapped
-        return side_of(codec, own, label, keep_decoded, self.sink_tokens)
+        return make_side(codec, own, label, keep_decoded, self.sink_tokens)
 
 
 def bind_kept_keys(method: Method, tokenizer: Any) -> Method:
@@ -357,5 +367,5 @@ def bind_kept_keys(method: Method, tokenizer: Any) -> Method:
     Raises:
         ConfigError: a text that is not one token.
     """
-    bound = tuple(policy.bound(tokenizer) for policy in method.policies)
+    bound = tuple(policy.bind_tokenizer(tokenizer) for policy in method.policies)
     return method if all(map(operator.is_, bound, method.policies)) else replace(method, policies=bound)

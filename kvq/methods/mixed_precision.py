@@ -151,7 +151,8 @@ class Saliency(MixedPrecision):
     def wrap_layer(self, like: KVCacheLayer, layer: int, config: Any) -> KVCacheLayer:
         return SaliencyLayer(like, self)
 
-    def _last_alone(self, start: int) -> bool:
+    def _probes_only_last(self, start: int) -> bool:
+        """Whether the block that begins at token `start` has its last query as its only probe."""
         return self.decoding == "last" and start > 0
 
     def probes(self, start: int, length: int) -> Int[Tensor, " probes"]:
@@ -159,7 +160,7 @@ class Saliency(MixedPrecision):
 
         The last position is always a probe.
         """
-        if self._last_alone(start):
+        if self._probes_only_last(start):
             return torch.tensor([length - 1])
         last = max(round(self.recent * length), 1)
         others = min(round(self.random * length), length - last)
@@ -169,7 +170,7 @@ class Saliency(MixedPrecision):
 
     def divisors(self, start: int, length: int) -> Int[Tensor, " tokens"]:
         """Divisors of the summed weights that a block's tokens receive from its probes; at least 1."""
-        if self.divide_by == "later" and not self._last_alone(start):
+        if self.divide_by == "later" and not self._probes_only_last(start):
             return torch.arange(length, 0, -1)
         probes = self.probes(start, length)
         return (probes[:, None] >= torch.arange(length)).sum(0)
@@ -194,6 +195,7 @@ class PoolSide(CacheSide):
         self.pooled = 0
 
     def moves(self, queries: int) -> Transitions:
+        """As `CacheSide.moves`, where a block of the group's size is encoded each time and the pool stays in place."""
         fresh = self.residual_tokens - self.pooled
         groups = 0 if self.codec is None else (fresh + queries - 1) // self._group
         when = [self._group * (group + 1) - fresh for group in range(groups)]
@@ -226,6 +228,7 @@ class PoolSide(CacheSide):
         return None
 
     def check_crop(self, remove: int) -> None:
+        """As `CacheSide.check_crop`; tokens of the pool cannot be removed."""
         super().check_crop(remove + self.pooled if remove else 0)
 
 
@@ -245,7 +248,7 @@ class PoolLayer(KVCacheLayer):
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """As `KVCacheLayer.update`. Raises: Unsupported: one by one, beyond the end of a block."""
-        refuse_moves(self, key_states.shape[2])
+        check_block_end(self, key_states.shape[2])
         return super().update(key_states, value_states, *args, **kwargs)
 
     def fork(self) -> PoolLayer:
@@ -257,7 +260,7 @@ class PoolLayer(KVCacheLayer):
         return other
 
 
-def refuse_moves(layer: KVCacheLayer, queries: int) -> None:
+def check_block_end(layer: KVCacheLayer, queries: int) -> None:
     """Raise `Unsupported` for a chunk that is read as if fed one by one and goes past the end of a block."""
     if layer.token_by_token and layer._any_moves(queries):
         raise Unsupported(
@@ -276,15 +279,15 @@ class DeferredSide(CacheSide):
     def append_in_steps(self, states: States) -> tuple[States, States | None]:
         return self.append(states), None
 
-    def leaving(self) -> list[int]:
-        """Lengths of the blocks that leave full precision now."""
+    def leaving_lengths(self) -> list[int]:
+        """Tokens in each block that is to be encoded now, oldest first; empty where none is complete."""
         held = self.residual_tokens
         if self.begins and self.residual.prefill_block is PrefillBlock.whole and held >= self._group:
             return [held]
         return [self._group] * (held // self._group)
 
     def settle(self, mask: Tensor) -> None:
-        """Encode the blocks that leave; `mask` `[batch, heads or 1, tokens]` is true for their salient tokens."""
+        """Encode the complete blocks; `mask` `[batch, heads or 1, tokens]` is true for their salient tokens."""
         assert isinstance(self.codec, PlannedCodec)
         with self.codec.planned(mask):
             self._flush(self.begins)
@@ -302,7 +305,7 @@ class PlannedLayer(AttendedLayer):
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """As `KVCacheLayer.update`; blocks are encoded in `observe`."""
-        refuse_moves(self, key_states.shape[2])
+        check_block_end(self, key_states.shape[2])
         return super().update(key_states, value_states, *args, **kwargs)
 
 
@@ -321,11 +324,11 @@ class SaliencyLayer(PlannedLayer):
         super().__init__(key, value, False)
         self.policy = policy
 
-    def _blocks(self) -> Iterator[tuple[int, int]]:
+    def _held_blocks(self) -> Iterator[tuple[int, int]]:
         """Start and length of the blocks that the tokens held belong to, also of those that are not complete."""
         assert isinstance(self.key, DeferredSide)
         held, size, start = self.key.residual_tokens, self.key.residual.size, 0
-        for length in self.key.leaving():
+        for length in self.key.leaving_lengths():
             yield start, length
             start += length
         if start < held:
@@ -335,20 +338,21 @@ class SaliencyLayer(PlannedLayer):
         side, queries = self.key, attended.query.shape[2]
         held, packed = side.residual_tokens, side.packed_tokens
         received = attended.key.new_zeros(*attended.key.shape[:2], held)
-        for start, length in self._blocks():
+        for start, length in self._held_blocks():
             own = received[..., start : start + length]
             at = start + self.policy.probes(packed + start, length)
             rows = at[(at >= held - queries) & (at < held)] - (held - queries)
             for some in rows.to(received.device).split(64):
                 weights = attended.weights(some)[..., -held:][..., start : start + length]
                 own += weights.mean(2).sum(2).to(received.dtype)
-        self._add(received)
-        self._settle()
+        self._add_received(received)
+        self._encode_leaving()
 
-    def _settle(self) -> None:
+    def _encode_leaving(self) -> None:
+        """Encode complete blocks of keys and values, with more bits for their salient tokens, and drop their sums."""
         assert isinstance(self.key, DeferredSide)
         assert isinstance(self.value, DeferredSide)
-        lengths = self.key.leaving()
+        lengths = self.key.leaving_lengths()
         if not lengths:
             return
         assert self._received is not None

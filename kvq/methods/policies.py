@@ -103,8 +103,8 @@ class Policy:
         """
         return method
 
-    def bound(self, tokenizer: Any) -> Policy:
-        """The policy with what it takes from a model's tokenizer."""
+    def bind_tokenizer(self, tokenizer: Any) -> Policy:
+        """A copy with what it needs from a model's tokenizer, such as token ids; itself where it needs nothing."""
         return self
 
     def codec(self, codec: Codec | None, side: str, layer: int) -> Codec | None:
@@ -172,8 +172,8 @@ _JOINS_SIDES = Trait(
 )
 
 
-def traits_of(method: Any) -> Iterator[Policy]:
-    """The traits of a `kvq.methods.method.Method`."""
+def method_traits(method: Any) -> Iterator[Policy]:
+    """What the codecs, residual and settings of a `kvq.methods.method.Method` exclude and need, as `Trait`s."""
     codecs = {side: codec for side in ("key", "value") if (codec := getattr(method, side)) is not None}
     bits, kept = method.bits, method.residual
     joined = _JOINS_SIDES
@@ -185,7 +185,7 @@ def traits_of(method: Any) -> Iterator[Policy]:
         _WHOLE_LAYERS: any(method.full_precision_layers.values()),
         _SINKS: method.sink_tokens > 0,
         joined: method.joins_sides,
-        _CALIBRATED: method.is_calibrated,
+        _CALIBRATED: method.needs_calibration,
         _FITTED_FIRST: method.fits_first_tokens,
         _BY_POSITION: any(codec.uses_rope for codec in codecs.values()),
         _AT_ONCE: any(getattr(kept, side).policy is ResidualPolicy.none for side in codecs),

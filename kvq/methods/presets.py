@@ -55,7 +55,7 @@ class Maker:
 
     def __init__(self, name: str) -> None:
         self.name, self.called = name, names()[name]
-        self._settings = _settings_of(_file(name))
+        self._settings = _collect_settings(_method_config(name))
         self.__doc__ = f"`method={name}`; settings that are not given are as in `conf/method/{name}.yaml`."
         self.__signature__ = inspect.Signature(
             [
@@ -81,14 +81,15 @@ class Maker:
         words = []
         apart = {side: given.pop(side, {}) for side in _SIDES}
         for one, value in given.items():
-            words += [f"{path}={_written(value)}" for path in self._setting(one).paths.values()]
+            words += [f"{path}={_override_value(value)}" for path in self._setting(one).paths.values()]
         for side, settings in apart.items():
             for one, value in settings.items():
                 paths = self._setting(one, side).paths
-                words.append(f"{paths[side]}={_written(value)}")
+                words.append(f"{paths[side]}={_override_value(value)}")
         return Preset(self.name, bits, tuple(words))
 
     def _setting(self, name: str, side: str | None = None) -> _Setting:
+        """The setting of a keyword, of one side or of any. Raises: ConfigError: there is none of that name."""
         known = [one for one, found in self._settings.items() if side is None or side in found.paths]
         name = RENAMED.get(name, name)
         if name not in known:
@@ -106,12 +107,12 @@ class Maker:
 def names() -> dict[str, str]:
     """File of each method -> name of its call: the label where it is the file's name but for letters' case."""
     methods = [name for name in choices()["method"] if "/" not in name]
-    words = {name: re.sub(r"\W", "", str(_file(name).get("label"))) for name in methods}
+    words = {name: re.sub(r"\W", "", str(_method_config(name).get("label"))) for name in methods}
     return {name: word if word.lower() == name.replace("_", "") else name for name, word in words.items()}
 
 
 def maker(called: str) -> Maker:
-    """The call of a name, such as `KIVI`."""
+    """The `Maker` that `kvq.methods.<called>` is, such as `KIVI`. Raises: AttributeError: no method has that name."""
     name = next((name for name, other in names().items() if other == called), None)
     if name is None:
         raise AttributeError(
@@ -124,17 +125,18 @@ _maker = functools.cache(Maker)
 
 
 @functools.cache
-def _file(name: str) -> dict[str, Any]:
+def _method_config(name: str) -> dict[str, Any]:
     """The composed settings of a method, where interpolations are text."""
     found = OmegaConf.to_container(compose([f"method={name}"]).method, resolve=False, enum_to_str=True)
     assert isinstance(found, dict)
     return {str(setting): value for setting, value in found.items()}
 
 
-def _settings_of(file: Mapping[str, Any]) -> dict[str, _Setting]:
+def _collect_settings(file: Mapping[str, Any]) -> dict[str, _Setting]:
+    """The settings of a method that a call takes as keywords, by keyword, from the method's configuration."""
     found: dict[str, _Setting] = {}
     for side in _SIDES:
-        for one, setting in _of_codec(side, file.get(side) or {}):
+        for one, setting in _codec_settings(side, file.get(side) or {}):
             other = found.get(one)
             same = other is None or other.default == setting.default
             paths = setting.paths if other is None else other.paths | setting.paths
@@ -147,16 +149,17 @@ def _settings_of(file: Mapping[str, Any]) -> dict[str, _Setting]:
     return found
 
 
-def _of_codec(side: str, codec: Mapping[str, Any]) -> Iterator[tuple[str, _Setting]]:
+def _codec_settings(side: str, codec: Mapping[str, Any]) -> Iterator[tuple[str, _Setting]]:
     """The settings of a codec: its quantizer's, whose names stand alone, and those of its stages."""
-    yield from _of_part(side, f"{side}.quantizer.", "", codec.get("quantizer") or {})
+    yield from _part_settings(side, f"{side}.quantizer.", "", codec.get("quantizer") or {})
     for stage, part in (codec.get("stages") or {}).items():
         if part is not None:
             yield stage, _Setting({side: f"{side}.stages.{stage}"}, "None", ...)
-            yield from _of_part(side, f"{side}.stages.{stage}.", f"{stage}_", part)
+            yield from _part_settings(side, f"{side}.stages.{stage}.", f"{stage}_", part)
 
 
-def _of_part(side: str, place: str, prefix: str, part: Mapping[str, Any]) -> Iterator[tuple[str, _Setting]]:
+def _part_settings(side: str, place: str, prefix: str, part: Mapping[str, Any]) -> Iterator[tuple[str, _Setting]]:
+    """The settings of a quantizer or stage at path `place` of a side, each keyword with `prefix` in front."""
     known = inspect.signature(pkgutil.resolve_name(part["_target_"])).parameters if "_target_" in part else {}
     for one, default in part.items():
         if one not in ("_target_", "bits") and not isinstance(default, Mapping | list) and "${" not in str(default):
@@ -165,8 +168,8 @@ def _of_part(side: str, place: str, prefix: str, part: Mapping[str, Any]) -> Ite
             yield f"{prefix}{one}", _Setting({side: f"{place}{one}"}, annotation, default)
 
 
-def _written(value: Any) -> str:
-    """A value as an override has it."""
+def _override_value(value: Any) -> str:
+    """A value as a Hydra override writes it: `null`, `true`, else `str(value)`."""
     return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
@@ -233,7 +236,7 @@ class _Caches:
         self._starts.append(cache.starts)
         return EncoderDecoderCache(cache, DynamicCache()) if self._model.config.is_encoder_decoder else cache
 
-    def _uses(self, *asked: bool | None) -> bool:
+    def _uses_cache(self, *asked: bool | None) -> bool:
         """Whether a call uses a cache, by the first of what is asked that is not None."""
         used = next((one for one in asked if one is not None), True)
         if not used:
@@ -244,17 +247,17 @@ class _Caches:
         """A forward pre-hook that adds a cache where none is given."""
         call = named_arguments(module, args, kwargs)
         default = getattr(self._model.config.get_text_config(), "use_cache", None)
-        if call.get("past_key_values") is not None or not self._uses(call.get("use_cache"), default):
+        if call.get("past_key_values") is not None or not self._uses_cache(call.get("use_cache"), default):
             return None
         return (), call | {"past_key_values": self.make()}
 
-    def generating(self, plain: Callable[..., Any]) -> Callable[..., Any]:
+    def wrap_generate(self, plain: Callable[..., Any]) -> Callable[..., Any]:
         """`generate` that adds a cache where none is given."""
 
         def generate(*args: Any, **kwargs: Any) -> Any:
             configs = (args[1] if len(args) > 1 else kwargs.get("generation_config"), self._model.generation_config)
             asked = (getattr(config, "use_cache", None) for config in configs)
-            if kwargs.get("past_key_values") is None and self._uses(kwargs.get("use_cache"), *asked):
+            if kwargs.get("past_key_values") is None and self._uses_cache(kwargs.get("use_cache"), *asked):
                 kwargs["past_key_values"] = self.make()
             return plain(*args, **kwargs)
 
@@ -319,7 +322,7 @@ def quantize(
             undo.enter_context(chosen.merged.in_weights(plain))
         KVCache(plain, chosen, **settings)  # what cannot work is refused here, not at the first token
         if hasattr(plain, "generate"):
-            undo.enter_context(patch.object(plain, "generate", caches.generating(plain.generate)))
+            undo.enter_context(patch.object(plain, "generate", caches.wrap_generate(plain.generate)))
         for part in parts:
             hook = part.register_forward_pre_hook(caches.before_call, prepend=True, with_kwargs=True)
             undo.callback(hook.remove)

@@ -66,12 +66,12 @@ class AdaptiveTiers(MixedPrecision):
     def tiers(self, scores: Float[Tensor, "*lead"], tokens: int, now: Tensor | None = None) -> UInt8[Tensor, "*lead"]:
         """The tier of each score among `tokens` tokens. `now`: present tiers, which last within the hysteresis."""
         if now is None:
-            return self._below(scores, tokens, 1.0)
-        best, worst = (self._below(scores, tokens, 1 + side * self.hysteresis) for side in (-1, 1))
+            return self._tier_index(scores, tokens, 1.0)
+        best, worst = (self._tier_index(scores, tokens, 1 + side * self.hysteresis) for side in (-1, 1))
         return torch.minimum(torch.maximum(now, best), worst)
 
-    def _below(self, scores: Tensor, tokens: int, factor: float) -> Tensor:
-        """How many thresholds, times `factor`, are above each score."""
+    def _tier_index(self, scores: Tensor, tokens: int, factor: float) -> Tensor:
+        """Index of the tier of each score, 0 for the most bits: how many thresholds, times `factor`, are above it."""
         unit = factor / tokens if self.relative else factor
         return sum((scores < threshold * unit).to(torch.uint8) for threshold in self.thresholds)  # type: ignore[return-value]
 
@@ -112,21 +112,21 @@ class TierStore(BlockStore):
 
     @property
     def tiers(self) -> Tiers:
-        """The tier of each token held."""
+        """Tier index of each token held, 0 for the most bits."""
         assert self._index is not None
         return unpack([self._index], TIER_BITS, self._tokens)[..., 0]
 
     def revise(self, states: States, tiers: Tiers) -> None:
-        """Append `states` to the tokens held, and put all tokens into their `tiers`."""
+        """Append `states` to the tokens held, and encode new tokens and those whose tier changes; `tiers` is of all."""
         before = self.past(None) if self.tokens else states[:, :, :0]
         old = torch.full_like(tiers, len(self._codecs))
         if self.tokens:
             old[..., : self.tokens] = self.tiers
         moved = (old != tiers)[..., : self.tokens]
         given = torch.cat([before, states], 2)
-        lists = [self._list(number, given, old, tiers) for number in range(len(self._codecs))]
+        lists = [self._new_tier_list(number, given, old, tiers) for number in range(len(self._codecs))]
         self._lists, self._like = tuple(lists), states.new_empty(0, states.shape[-1])
-        self._set(tiers)
+        self._set_tiers(tiers)
         if self.keep_decoded or bool(moved.any()):
             self._decoded = None
             after = self.past(None)
@@ -136,11 +136,20 @@ class TierStore(BlockStore):
             self.energy += float(before[moved].double().square().sum())
             self._decoded = Growable(after) if self.keep_decoded else None
 
-    def _set(self, tiers: Tiers) -> None:
+    def _set_tiers(self, tiers: Tiers) -> None:
+        """Store the tier index of each token, packed."""
         self._index, self._tokens = pack(tiers.unsqueeze(-1), TIER_BITS)[0], tiers.shape[-1]
 
-    def _list(self, number: int, given: States, old: Tiers, new: Tiers) -> Packed | None:
-        """The list of one tier: codes of the tokens that stay as they are, and new codes of those that come."""
+    def _new_tier_list(self, number: int, given: States, old: Tiers, new: Tiers) -> Packed | None:
+        """The new list of tier `number`, in token order: codes of tokens that stay in it, and new codes of others.
+
+        Args:
+            given: all tokens, decoded (new ones in full precision).
+            old, new: tier of each token before and after; `old` of a new token is the number of tiers.
+
+        Returns:
+            None where the tier has no tokens.
+        """
         codec, held = self._codecs[number], self._lists[number]
         coming, staying = ((new == number) & same for same in (old != number, old == number))
         if not bool((new == number).any()):
@@ -157,7 +166,7 @@ class TierStore(BlockStore):
         places = torch.cat([mask.flatten().nonzero()[:, 0] for mask, _ in pieces])
         order = places.argsort()
         joined = {name: torch.cat([rows[name] for _, rows in pieces], 2)[:, :, order] for name in pieces[0][1]}
-        return _listed(joined, widths, len(order), given)
+        return _one_block(joined, widths, len(order), given)
 
     def past(self, rope: Rope | None) -> States:
         if self._decoded is not None:
@@ -175,6 +184,7 @@ class TierStore(BlockStore):
         self._decoded = Growable(self.past(None)) if self.keep_decoded and self.tokens else None
 
     def select(self, index: Tensor) -> None:
+        """Replace the batch by its sequences `index` (beam search), with the codes that their tokens have."""
         assert self._like is not None
         before = self.tiers
         lists: list[Packed | None] = []
@@ -191,9 +201,9 @@ class TierStore(BlockStore):
             widths = codec.token_widths(1, self._like.shape[-1], self._like)
             rows = unpack_tokens(held.parts, widths, held.tokens)
             chosen = {name: part.index_select(2, picked) for name, part in rows.items()}
-            lists.append(_listed(chosen, widths, len(picked), self._like))
+            lists.append(_one_block(chosen, widths, len(picked), self._like))
         self._lists = tuple(lists)
-        self._set(tiers)
+        self._set_tiers(tiers)
         if self._decoded is not None:
             self._decoded = self._decoded.select(index)
 
@@ -204,8 +214,8 @@ class TierStore(BlockStore):
         return other
 
 
-def _listed(rows: dict[str, Tensor], widths: dict[str, int], tokens: int, like: Tensor) -> Packed:
-    """One block of `tokens` tokens from parts with a row for each."""
+def _one_block(rows: dict[str, Tensor], widths: dict[str, int], tokens: int, like: Tensor) -> Packed:
+    """`Packed` of one head and one block, from parts with a row for each of `tokens` tokens."""
     parts = pack_tokens(rows, widths)
     run = BlockRun(tokens, 1, {name: part.shape[2] for name, part in parts.items()})
     return Packed(parts, (run,), 1, 1, like.shape[-1], like.dtype)
@@ -228,10 +238,11 @@ class TierSide(DeferredSide):
 
     @property
     def recompression(self) -> Recompression | None:
+        """Tokens that changed tiers so far and the squared error this added; None before the first block."""
         return None if self._store is None else Recompression(self.store.moves, self.store.lost, self.store.energy)
 
     def revise(self, tiers: Tiers) -> None:
-        """Encode the tokens that leave, and again those before them whose tier is another."""
+        """Encode the first residual tokens, and again packed ones whose tier changes; `tiers` is of both together."""
         assert self._full is not None
         gone, states = tiers.shape[-1] - self.packed_tokens, self._full.view
         self._check_finite(states[:, :, :gone])
@@ -264,8 +275,8 @@ class TierLayer(PlannedLayer):
         for weights in attended.chunks():
             rows = weights.shape[-2]
             later = torch.arange(rows - 1, -1, -1, device=weights.device, dtype=weights.dtype)
-            self._add(((1 - decay) * decay**later @ weights.mean(2)), decay**rows)
-        self._settle()
+            self._add_received(((1 - decay) * decay**later @ weights.mean(2)), decay**rows)
+        self._encode_leaving()
 
     def _scores(self, tokens: int) -> Float[Tensor, "batch kv_heads tokens"]:
         """Exponential means of the weights of the first tokens, over the queries that each was seen by."""
@@ -273,10 +284,11 @@ class TierLayer(PlannedLayer):
         seen = torch.arange(self._received.shape[-1], 0, -1, device=self._received.device)[:tokens]
         return self._received[..., :tokens] / (1 - self.policy.decay ** seen.to(self._received.dtype))
 
-    def _settle(self) -> None:
+    def _encode_leaving(self) -> None:
+        """Choose tiers for the tokens of complete blocks, and anew for all before them, and encode what changes."""
         assert isinstance(self.key, TierSide)
         assert isinstance(self.value, TierSide)
-        gone, held = sum(self.key.leaving()), self.key.packed_tokens
+        gone, held = sum(self.key.leaving_lengths()), self.key.packed_tokens
         if not gone and not (self.policy.every_step and held):
             return
         scores, seen = self._scores(held + gone), self.key.tokens

@@ -32,7 +32,7 @@ _LAYERS: dict[str, type[QuantizedLayer]] = {"quanto": QuantoQuantizedLayer, "hqq
 States = Float[Tensor, "batch heads _tokens head_dim"]
 
 
-def installed(backend: str) -> bool:
+def is_installed(backend: str) -> bool:
     """Whether transformers finds the backend's package."""
     return bool({"quanto": is_optimum_quanto_available, "hqq": is_hqq_available}[backend]())
 
@@ -50,7 +50,7 @@ def check_backend(method: str, backend: BackendConfig, bits: Bits, residual: Res
             f"residual: {method} has that of transformers' cache, policy=block and prefill_block=whole, with one size "
             "for keys and values"
         )
-    if not installed(backend.name):
+    if not is_installed(backend.name):
         raise Unsupported(f"method={method}: needs a package that is not installed; pip install -e '.[{backend.name}]'")
 
 
@@ -98,6 +98,7 @@ class TransformersSide:
 
     @property
     def tokens(self) -> int:
+        """Cached tokens, quantized and waiting."""
         return int(self._layer.held[0].cumulative_length) if self._layer.held else 0
 
     @property
@@ -118,7 +119,7 @@ class TransformersSide:
 
     @property
     def residual_bytes(self) -> int:
-        """Bytes of the tokens that wait."""
+        """Bytes of the full-precision tokens that wait for the next flush."""
         return sum(part.numel() * part.element_size() for part in self._waiting)
 
     @property
@@ -140,6 +141,7 @@ class TransformersSide:
 
     @property
     def _waiting(self) -> list[Tensor]:
+        """Full-precision tokens of each sequence, `[1, heads, tokens, head_dim]`."""
         parts = [getattr(held, self._name) for held in self._layer.held]
         return [part for part in parts if part is not None and part.ndim == 4]
 
@@ -158,9 +160,10 @@ class TransformersLayer(Layer):
         self.backend, self.residual, self.label = backend, residual, label
         self.held: list[QuantizedLayer] = []
         self.elements_per_token = 0
-        self._see()
+        self._make_sides()
 
-    def _see(self) -> None:
+    def _make_sides(self) -> None:
+        """Make the views of keys and values that read this layer."""
         self.key, self.value = TransformersSide(self, "keys"), TransformersSide(self, "values")
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
@@ -200,7 +203,7 @@ class TransformersLayer(Layer):
         raise Unsupported(f"method={self.backend.name}: the state of transformers' own caches has no form in a file")
 
     def columns_for(self, queries: int, device: torch.device, known: SourceColumns | None) -> SourceColumns | None:
-        """None: chunks end where the layer flushes, so each token is read in one form."""
+        """Always None, no extra columns: chunks end where the layer quantizes, so a token has one form in a chunk."""
         return None
 
     def reset(self) -> None:
@@ -209,6 +212,7 @@ class TransformersLayer(Layer):
         self.is_initialized = False
 
     def batch_select_indices(self, indices: Tensor) -> None:
+        """Replace the batch by its sequences `indices`, which share their tokens (beam search)."""
         if self.held:
             self.elements_per_token = self.elements_per_token // len(self.held) * int(indices.numel())
             self.held = [copy.copy(self.held[index]) for index in indices.tolist()]
@@ -235,5 +239,5 @@ class TransformersLayer(Layer):
         """A copy that shares the cached tokens: transformers' layer replaces its tensors, it writes into none."""
         other = copy.copy(self)
         other.held = [copy.copy(held) for held in self.held]
-        other._see()
+        other._make_sides()
         return other

@@ -120,7 +120,7 @@ def check_known(
     name = inputs.config.task.name
     policy = method.policy("token_policy")
     by_one_query = isinstance(policy, Saliency) and not policy.recent and not policy.random
-    known = method.without("token_policy") if by_one_query or isinstance(policy, plans) else method
+    known = method.without_policies("token_policy") if by_one_query or isinstance(policy, plans) else method
     known.check_needs(f"task={name}", "codecs_alone", "any_position", *(() if apart else ("all_at_once",)))
     if (other := other_method(inputs, 64)) is not None:
         other.check_needs(f"task.against={other.name}", "codecs_alone", "uncalibrated")

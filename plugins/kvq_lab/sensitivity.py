@@ -96,7 +96,7 @@ def quantize_only_head(method: Method, place: Place, head: int, heads: int, laye
     codec = method.codec_of(side, layer)
     assert codec is not None
     own: Any = {side: HeadsCodec([codec if one == head else None for one in range(heads)])}
-    return quantize_only(replace(method.without("first_layers"), by_layer=(), **own), [place], layers)
+    return quantize_only(replace(method.without_policies("first_layers"), by_layer=(), **own), [place], layers)
 
 
 def random_sets(places: list[Place], count: int, seed: int) -> list[list[Place]]:

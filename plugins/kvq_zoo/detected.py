@@ -63,9 +63,9 @@ class DetectedSide(KeptRows):
 
     def receive_hidden(self, hidden: Tensor) -> None:
         """Mark the sinks among the next tokens by the states that enter the layer, `[batch, tokens, channels]`."""
-        self.note(self._detection.sinks(hidden))
+        self.note_kept(self._detection.sinks(hidden))
 
-    def _coded(self, states: States, chosen: Chosen, block: int | None) -> States:
+    def _states_to_encode(self, states: States, chosen: Chosen, block: int | None) -> States:
         """The states to encode: each chosen token is replaced by the mean of the other tokens of its block."""
         size = block or states.shape[2]
         if size == 1 or not bool(chosen.any()):

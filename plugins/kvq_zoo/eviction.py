@@ -70,7 +70,8 @@ class Eviction(Policy, abc.ABC):
         else:
             self.excludes |= {"several_tokens"}
 
-    def _needs(self, tokens: int, what: str) -> None:
+    def _require_tokens(self, tokens: int, what: str) -> None:
+        """Raise `ConfigError` where the budget (or `least`) is below `tokens`, of which `what` are all but one."""
         setting, given = ("budget", self.budget) if self.budget >= 1 else ("least", self.least)
         if given < tokens:
             raise ConfigError(f"{setting}={given}: {what} alone are {tokens - 1} tokens; at least {tokens}")
@@ -97,11 +98,13 @@ class Eviction(Policy, abc.ABC):
         """Indices of the `allowed` tokens to keep, ascending."""
 
 
-def _top(scores: Tensor, count: int) -> Tensor:
+def _top_indices(scores: Tensor, count: int) -> Tensor:
+    """Indices of the `count` largest scores along the last dimension, largest first."""
     return scores.topk(count, -1).indices
 
 
-def _range(scores: Tensor, start: int, end: int) -> Tensor:
+def _index_range(scores: Tensor, start: int, end: int) -> Tensor:
+    """Indices `start` to `end` - 1, repeated over the leading dimensions of the scores."""
     return torch.arange(start, end, device=scores.device).expand(*scores.shape[:-1], -1)
 
 
@@ -123,12 +126,14 @@ class StreamingLLM(Eviction):
     ) -> None:
         super().__init__(budget, least, when)
         at_least("sinks", sinks, 0)
-        self._needs(sinks + 1, "sinks")
+        self._require_tokens(sinks + 1, "sinks")
         self.sinks = sinks
 
     def keep(self, seen: Seen, allowed: int) -> Int[Tensor, "batch kv_heads kept"]:
         scores, tokens = seen.scores, seen.scores.shape[-1]
-        return torch.cat([_range(scores, 0, self.sinks), _range(scores, tokens - allowed + self.sinks, tokens)], -1)
+        return torch.cat(
+            [_index_range(scores, 0, self.sinks), _index_range(scores, tokens - allowed + self.sinks, tokens)], -1
+        )
 
 
 class HeavyHitters(Eviction):
@@ -153,8 +158,8 @@ class HeavyHitters(Eviction):
     def keep(self, seen: Seen, allowed: int) -> Int[Tensor, "batch kv_heads kept"]:
         scores, tokens = seen.scores, seen.scores.shape[-1]
         newest = int(self.recent * allowed)
-        heavy = _top(scores[..., : tokens - newest], allowed - newest)
-        return torch.cat([heavy.sort(-1).values, _range(scores, tokens - newest, tokens)], -1)
+        heavy = _top_indices(scores[..., : tokens - newest], allowed - newest)
+        return torch.cat([heavy.sort(-1).values, _index_range(scores, tokens - newest, tokens)], -1)
 
 
 class SnapKV(Eviction):
@@ -183,7 +188,7 @@ class SnapKV(Eviction):
         super().__init__(budget, least, "prompt")
         at_least("window", window, 1)
         require(kernel >= 1 and kernel % 2 != 0, "kernel", kernel, "an odd number of tokens")
-        self._needs(window + 1, "the window's")
+        self._require_tokens(window + 1, "the window's")
         self.window, self.kernel = window, kernel
         self.pool: Pool = checked_choice(Pool, pool, "pool")
 
@@ -195,8 +200,8 @@ class SnapKV(Eviction):
         before = scores[..., : tokens - self.window]
         half = self.kernel // 2
         pooled = getattr(torch.nn.functional, f"{self.pool}_pool1d")
-        chosen = _top(pooled(before, self.kernel, 1, half), allowed - self.window)
-        return torch.cat([chosen.sort(-1).values, _range(scores, tokens - self.window, tokens)], -1)
+        chosen = _top_indices(pooled(before, self.kernel, 1, half), allowed - self.window)
+        return torch.cat([chosen.sort(-1).values, _index_range(scores, tokens - self.window, tokens)], -1)
 
 
 class EvictingLayer(AttendedLayer):
@@ -237,10 +242,11 @@ class EvictingLayer(AttendedLayer):
         self.lazy_initialization(key_states, value_states)
         self._prompt = (key_states, value_states)
         if not self.eviction.observes:
-            self._settle()
+            self._append_kept()
         return key_states, value_states
 
     def observe(self, attended: Attended) -> None:
+        """Add the attention weights of a forward to the sums, then evict."""
         rows = self.eviction.recent_rows(attended.query.shape[2])
         if rows is None:
             new = sum(weights.sum(-2).mean(2) for weights in attended.chunks())
@@ -248,15 +254,15 @@ class EvictingLayer(AttendedLayer):
             count = attended.query.shape[2]
             new = attended.weights(torch.arange(count - rows, count, device=attended.query.device)).sum(-2).mean(2)
         assert isinstance(new, Tensor)
-        self._add(new)
+        self._add_received(new)
         if self.eviction.when == "always":
             self._evict()
         else:
-            self._settle()
+            self._append_kept()
             self._received = None
 
-    def _chosen(self, keys: Tensor, values: Tensor) -> Tensor | None:
-        """Indices of the tokens that stay; None: all."""
+    def _choose_kept(self, keys: Tensor, values: Tensor) -> Tensor | None:
+        """Indices of the tokens to keep, `[batch, heads, kept]`, ascending; None: all. Counts the rest in `evicted`."""
         tokens = keys.shape[2]
         allowed = self.eviction.allowed(tokens + self.evicted)
         if allowed >= tokens:
@@ -266,29 +272,31 @@ class EvictingLayer(AttendedLayer):
         return self.eviction.keep(Seen(keys, values, scores), allowed)
 
     def _evict(self) -> None:
+        """Remove the tokens beyond the budget from both sides (in full precision) and from the sums of weights."""
         assert self.key._full is not None
         assert self.value._full is not None
-        kept = self._chosen(self.key._full.view, self.value._full.view)
+        kept = self._choose_kept(self.key._full.view, self.value._full.view)
         if kept is None:
             return
         for side in (self.key, self.value):
             assert side._full is not None
-            side._full = Growable(_rows(side._full.view, kept))
+            side._full = Growable(_gather_tokens(side._full.view, kept))
         if self._received is not None:
             self._received = self._received.gather(-1, kept)
 
-    def _settle(self) -> None:
-        """Append the tokens of the prompt that stay to the sides."""
+    def _append_kept(self) -> None:
+        """Choose the prompt's tokens to keep, and append these to both sides."""
         assert self._prompt is not None
         states, self._prompt = self._prompt, None
-        kept = self._chosen(*states)
+        kept = self._choose_kept(*states)
         for side, given in zip((self.key, self.value), states, strict=True):
-            side.append(given if kept is None else _rows(given, kept), self.quantized_prefill)
+            side.append(given if kept is None else _gather_tokens(given, kept), self.quantized_prefill)
 
     def reset(self) -> None:
         super().reset()
         self._prompt = None
 
 
-def _rows(states: Tensor, kept: Tensor) -> Tensor:
+def _gather_tokens(states: Tensor, kept: Tensor) -> Tensor:
+    """Tokens of `[batch, heads, tokens, dim]` at indices `[batch, heads, kept]`."""
     return states.gather(2, kept.unsqueeze(-1).expand(-1, -1, -1, states.shape[-1]))

@@ -14,7 +14,7 @@ from kvq.config.method import BITS
 from kvq.errors import Unsupported
 from kvq.methods.kept_keys import KeptKeys
 from kvq.methods.method import Method
-from kvq.methods.transformers_caches import installed
+from kvq.methods.transformers_caches import is_installed
 from kvq.models import LoadedModel
 from tests.cache.states import nearest_bits
 from tests.calibrated import bound, keeping, random_states
@@ -37,7 +37,7 @@ def built(given: str, layers: int | None = None) -> Method:
     name, _, more = given.partition(":")
     overrides = ["residual.size=6", *more.split()]
     method = kvq.build_method(name, bits=nearest_bits(name), head_dim=128, overrides=overrides)
-    if method.is_calibrated:
+    if method.needs_calibration:
         method = bound(method, random_states(2, 128), layers or layers_for(name))
     if (kept := method.policy("kept_keys")) is not None:
         method = keeping(method, KeptKeys((), kept.layers, (3, 17, 40)))
@@ -120,7 +120,7 @@ def lasts(method: Method) -> bool:
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_cannot_be_taken_back_is_refused_at_once(model, name):
-    if name in BITS and not installed(name):
+    if name in BITS and not is_installed(name):
         pytest.skip(f"needs the extra [{name}]")
     check_refused(model, built(name), prompt(0))
 
@@ -130,7 +130,7 @@ def test_what_cannot_be_taken_back_is_refused_at_once(model, name):
 @pytest.mark.parametrize("name", NAMES)
 def test_every_preset_over_fifty_prompts(monkeypatch, name):
     """One layer, and four tokens where not ten: `test_prompt_lookup_is_greedy` has two layers."""
-    if name in BITS and not installed(name):
+    if name in BITS and not is_installed(name):
         pytest.skip(f"needs the extra [{name}]")
     layers = layers_for(name) if name in REFUSED else 1
     model = in_double_precision(LoadedModel(llama(layers), torch.device("cpu")), monkeypatch).model

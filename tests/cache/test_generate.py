@@ -8,14 +8,14 @@ import torch
 import kvq
 from kvq.cache import KVCache
 from kvq.config.method import BITS
-from kvq.methods.transformers_caches import installed
+from kvq.methods.transformers_caches import is_installed
 from tests.cache.states import nearest_bits, quantizes
 from tests.calibrated import bound, random_states
 from tests.presets import METHODS as EVERY
 from tests.random_models import llama, token_ids
 
 METHODS = [
-    pytest.param(name, marks=pytest.mark.skipif(name in BITS and not installed(name), reason=f"extra [{name}]"))
+    pytest.param(name, marks=pytest.mark.skipif(name in BITS and not is_installed(name), reason=f"extra [{name}]"))
     for name in EVERY
 ]
 
@@ -30,7 +30,7 @@ def method(name="nsn", size=6):
     built = kvq.build_method(name, bits=nearest_bits(name), head_dim=128, overrides=[f"residual.size={size}"])
     config = llama().config
     states = random_states(config.num_key_value_heads, 128)
-    return bound(built, states, config.num_hidden_layers) if built.is_calibrated else built
+    return bound(built, states, config.num_hidden_layers) if built.needs_calibration else built
 
 
 def generate(model, tokens, cache, count=9, **settings):

@@ -20,7 +20,7 @@ from kvq.calibration.fit import calibrate_on_text
 from kvq.codecs import Codec, StoredWithKeys, UndoRope, calibrated_parts, rope_table
 from kvq.config.residual import Residual
 from kvq.errors import ConfigError, KvqError, Unsupported
-from kvq.methods.kept_keys import side_of
+from kvq.methods.kept_keys import make_side
 from kvq.methods.method import Method
 from kvq.tasks.measurement import storage_metrics
 from tests.cache.states import states
@@ -48,7 +48,7 @@ def both_ways(*overrides: str, sinks: int = 0) -> tuple[Method, Method]:
 
 def layers(*overrides: str, sinks: int = 0, prefill: bool = False, window: int | None = None) -> list[KVCacheLayer]:
     method = both_ways(*overrides)[1]
-    sides = [side_of(method.key, method.residual.key, f"layer 0 {name}", False, sinks) for name in "abc"]
+    sides = [make_side(method.key, method.residual.key, f"layer 0 {name}", False, sinks) for name in "abc"]
     return [JoinedLayer(sides[0], prefill, window), KVCacheLayer(*sides[1:], prefill, window)]
 
 

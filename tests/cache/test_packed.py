@@ -13,7 +13,7 @@ from kvq.config import ModelConfig
 from kvq.config.method import BITS
 from kvq.errors import ConfigError, Unsupported
 from kvq.kernels import attend
-from kvq.methods.transformers_caches import installed
+from kvq.methods.transformers_caches import is_installed
 from kvq.models import LoadedModel, load_model
 from tests import presets
 from tests.cache.states import nearest_bits
@@ -80,7 +80,7 @@ def steps(model, chosen, tokens, prompt=20, **settings):
     ],
 )
 def test_same_logits_as_dense(name, way, monkeypatch):
-    if name in BITS and not installed(name):
+    if name in BITS and not is_installed(name):
         pytest.skip(f"needs the extra [{name}]")
     model = exact(llama(), monkeypatch)
     model.set_attn_implementation(way)
@@ -136,7 +136,7 @@ def test_residuals(residual, whole, monkeypatch):
 def test_joint_transforms_and_first_tokens(name, prompt, monkeypatch):
     model = exact(llama(head_dim=32), monkeypatch)
     chosen = kvq.build_method(name, bits=3, head_dim=32, overrides=["residual.size=6", "residual.policy=block"])
-    if chosen.is_calibrated:
+    if chosen.needs_calibration:
         chosen = bound(chosen, random_states(2, 32, 256), 2)
     tokens = token_ids(35, batch=2)
     dense, held = steps(model, chosen, tokens, prompt)

@@ -37,7 +37,7 @@ def method_of(name: str, *overrides: str) -> tuple[Any, Method]:
     """A model, and a method that fits it; the tables of a calibrated one are of random states."""
     given = [*(setting.removeprefix("method.") for setting in fitting(name)), *overrides]
     bits = nearest_bits(name)
-    if not build_method(name, bits=bits, overrides=given).is_calibrated:
+    if not build_method(name, bits=bits, overrides=given).needs_calibration:
         method = build_method(name, bits=bits, overrides=given)
         if method.policy("kept_keys") is not None:
             method = kept(method)
@@ -127,7 +127,7 @@ def test_residuals_and_sinks(name: str, overrides: list[str], tmp_path: Path) ->
 @pytest.mark.parametrize("name", ["kvquant_plus_plus/huffman", "kvtc/deflate", "kvtc/all_layers", "kvtc"])
 def test_more_tokens_than_the_model_has_positions(name: str, tmp_path: Path) -> None:
     _, method = method_of(name)
-    dim = 32 if method.is_calibrated else 128
+    dim = 32 if method.needs_calibration else 128
     model = llama(layers=LAYERS, head_dim=dim, kv_heads=HEADS, positions=96)
     cache = filled(model, method)
     cache.save(tmp_path / "one")

@@ -16,7 +16,7 @@ from kvq.config.identity import canonical
 from kvq.config.method import BITS, CalibrationConfig
 from kvq.methods.build import method_of
 from kvq.methods.method import Method
-from kvq.methods.transformers_caches import installed
+from kvq.methods.transformers_caches import is_installed
 from kvq.models import LoadedModel
 from kvq.models.weights import weights_name
 from kvq.results.versions import versions_of
@@ -45,7 +45,7 @@ SUMMED = 3
 
 def missing(name: str) -> str | None:
     """The package that a method needs and that is not installed."""
-    return name if name in BITS and not installed(name) else None
+    return name if name in BITS and not is_installed(name) else None
 
 
 @torch.no_grad()
@@ -104,7 +104,7 @@ def fitting(name: str) -> list[str]:
 def _ready(method: Method, loaded: LoadedModel, settings: CalibrationConfig) -> Method:
     if (kept := method.policy("kept_keys")) is not None:
         method = keeping(method, dataclasses.replace(kept, ids=(3, 7)))
-    if not method.is_calibrated:
+    if not method.needs_calibration:
         return method
     short = dataclasses.replace(settings, samples=4, length=256, tokens=None)
     windows = token_ids(short.length, seed=2, batch=short.samples)

@@ -16,7 +16,7 @@ from kvq.config.identity import canonical, names
 from kvq.config.method import CalibrationConfig
 from kvq.errors import ConfigError, KvqError, Unsupported
 from kvq.methods.build import build_method
-from kvq.methods.transformers_caches import installed
+from kvq.methods.transformers_caches import is_installed
 from kvq.models import LoadedModel
 from kvq.models.layers import kv_layers_of
 from kvq.results import run_key
@@ -151,7 +151,7 @@ def test_a_cache_of_heads_is_read_again(tmp_path):
 
 
 def test_a_backend_of_transformers_has_bits_by_layer():
-    if not installed("quanto"):
+    if not is_installed("quanto"):
         pytest.skip("needs the extra [quanto]")
     method = build_method("quanto", overrides=["bits_by_layer.key=[2,4]", "bits_by_layer.value=[2,4]"])
     model = llama()

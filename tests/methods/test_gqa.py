@@ -15,8 +15,8 @@ from tests.random_models import llama, token_ids
 @pytest.mark.parametrize(("shared", "extra"), [(1, 0), (2, 1), (4, 1), (5, 2), (8, 2), (16, 2), (17, 3), (64, 3)])
 def test_extra_bits(shared, extra):
     config = SimpleNamespace(num_attention_heads=3 * shared, num_key_value_heads=3)
-    assert GqaCompensation().extra(config) == extra
-    assert GqaCompensation().extra(SimpleNamespace(num_attention_heads=8)) == 0
+    assert GqaCompensation().extra_bits(config) == extra
+    assert GqaCompensation().extra_bits(SimpleNamespace(num_attention_heads=8)) == 0
 
 
 @pytest.mark.parametrize("name", ["kvquant_plus_plus/gqa", "kvquant_plus_plus", "rtn"])

@@ -22,7 +22,7 @@ IDS = (3, 17, 40, 41, 42)
 
 def keeping(name: str, *overrides: str, layers: tuple[int, ...] = (0,)) -> Method:
     method = build_method(name, bits=2, head_dim=32, overrides=["residual.size=16", *overrides])
-    method = bound(method, random_states(2, 32), 2) if method.is_calibrated else method
+    method = bound(method, random_states(2, 32), 2) if method.needs_calibration else method
     return calibrated.keeping(method, KeptKeys((), layers, IDS))
 
 

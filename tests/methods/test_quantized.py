@@ -35,7 +35,7 @@ def test_generates_as_with_its_cache_and_undoes_itself(model: PreTrainedModel, n
     prompt = token_ids(150)
     full = written(model, prompt)
     method = kvq.method_for(model, name, bits=2)
-    if method.is_calibrated:
+    if method.needs_calibration:
         text = "".join(chr(97 + number % 26) for number in range(600))
         method = kvq.calibrate(model, method, text, byte_tokenizer(), samples=2, length=128)
     own = written(model, prompt, past_key_values=kvq.KVCache(model, method, quantized_prefill=True))

@@ -244,7 +244,7 @@ def test_a_package_that_does_not_work_is_one_line(name, monkeypatch):
 
 @pytest.mark.parametrize("name", BITS)
 def test_a_missing_package_is_named(name, monkeypatch):
-    monkeypatch.setattr("kvq.methods.transformers_caches.installed", lambda _: False)
+    monkeypatch.setattr("kvq.methods.transformers_caches.is_installed", lambda _: False)
     with pytest.raises(Unsupported, match=rf"method={name}: .*pip install -e '[.]\[{name}\]'"):
         method(name)
 

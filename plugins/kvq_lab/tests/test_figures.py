@@ -60,7 +60,7 @@ def test_the_least_bits_of_shared_heads_meet_their_bound() -> None:
     assert bound(least_bits(6, 0.066, factor=0.5)) > 15 * 0.066
     assert (least_bits(6, 0.066), least_bits(6, 0.066, 0.5)) == pytest.approx((3.98, 1.99), abs=0.01)
     for shared in (1, 2, 3, 4, 6, 7, 8, 16, 32):
-        extra = GqaCompensation().extra(SimpleNamespace(num_attention_heads=shared, num_key_value_heads=1))
+        extra = GqaCompensation().extra_bits(SimpleNamespace(num_attention_heads=shared, num_key_value_heads=1))
         raised = least_bits(1, 0.01) + extra
         assert -1e-9 <= raised - least_bits(shared, 0.01) < 1
 
