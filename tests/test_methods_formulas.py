@@ -10,7 +10,7 @@ from kvq.cache import KVCache
 from kvq.codecs import rope_table
 from kvq.config.method import BITS
 from kvq.methods.build import build_method
-from kvq.methods.transformers_caches import TransformersLayer, installed
+from kvq.methods.transformers_caches import TransformersLayer, is_installed
 from tests.calibrated import build, random_states
 from tests.formulas import closed_forms, evaluate
 from tests.methods_page import ROWS, config
@@ -59,7 +59,7 @@ def widths(name):
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("name", CLOSED)
 def test_formulas_are_what_is_measured(name, shape):
-    if name in BITS and not installed(name):
+    if name in BITS and not is_installed(name):
         pytest.skip(f"needs the extra [{name}]")
     heads, block, blocks, dim = shape
     x = torch.randn(1, heads, block * blocks, dim, generator=torch.Generator().manual_seed(0))

@@ -9,7 +9,7 @@ from kvq.cache import KVCache
 from kvq.config.method import BITS
 from kvq.config.tasks import Prefill
 from kvq.errors import ConfigError, DataError, Unsupported
-from kvq.methods.transformers_caches import _LAYERS, check_works, installed
+from kvq.methods.transformers_caches import _LAYERS, check_works, is_installed
 from kvq.models import LoadedModel
 from kvq.tasks.reader import Reader
 from kvq.tasks.scoring import scoring_bounds
@@ -19,10 +19,10 @@ from tests.random_models import in_double_precision, llama, random_llama, token_
 from tests.tasks.test_scoring import chunked, token_by_token
 
 BACKENDS = [
-    pytest.param(name, marks=pytest.mark.skipif(not installed(name), reason=f"extra [{name}]")) for name in BITS
+    pytest.param(name, marks=pytest.mark.skipif(not is_installed(name), reason=f"extra [{name}]")) for name in BITS
 ]
 CASES = [
-    pytest.param(name, bits, marks=pytest.mark.skipif(not installed(name), reason=f"extra [{name}]"))
+    pytest.param(name, bits, marks=pytest.mark.skipif(not is_installed(name), reason=f"extra [{name}]"))
     for name, known in BITS.items()
     for bits in known
 ]
@@ -249,7 +249,7 @@ def test_a_missing_package_is_named(name, monkeypatch):
         method(name)
 
 
-@pytest.mark.skipif(not installed("quanto"), reason="needs the extra [quanto]")
+@pytest.mark.skipif(not is_installed("quanto"), reason="needs the extra [quanto]")
 def test_bounds_end_at_every_flush():
     chosen = method("quanto")
     assert scoring_bounds(chosen, 20) == [(0, 1), (1, 7), (7, 13), (13, 19), (19, 20)]
