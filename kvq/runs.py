@@ -19,7 +19,7 @@ from kvq.config import Config, full_precision
 from kvq.config.identity import canonical, names
 from kvq.config.run import CpuLinear, Mla
 from kvq.config.tasks import is_timed
-from kvq.data.rows import source_of
+from kvq.data.rows import describe_source
 from kvq.errors import KvqError, RecordError, Unsupported, printable
 from kvq.methods.build import method_of
 from kvq.methods.method import Method, bind_kept_keys
@@ -305,7 +305,7 @@ def _collect_provenance(
         started=started,
         device=memory.device,
         dataset_fingerprint=prepared.task.fingerprint(prepared.inputs),
-        dataset_source=source_of(prepared.config.dataset),
+        dataset_source=describe_source(prepared.config.dataset),
         model_fingerprint=prepared.inputs.model_fingerprint,
         wall_seconds=clock,
         peak_memory_bytes=memory.read(),

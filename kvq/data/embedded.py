@@ -66,12 +66,13 @@ class Corpus:
 def load_corpus(kind: str, split: str) -> Corpus:
     """Return the corpus `kind` ("pydocs" or "pysource") of `split` ("train", "test" or "calibration").
 
-    The test split parses held-out modules only, the calibration split as many others; the training split, which holds
-    the latter, reads everything (tens of seconds).
+    The test split reads held-out modules, the calibration split as many training modules, the training split all of
+    them (tens of seconds).
     """
     check_choice("dataset.name", kind, KINDS)
     check_choice("dataset.split", split, SPLITS)
-    documents = tuple(_unique(_texts(kind, split), set()) if split == "test" else _train_documents(kind, split))
+    texts = _drop_copies(_read_texts(kind, split), set()) if split == "test" else _train_documents(kind, split)
+    documents = tuple(texts)
     return Corpus(documents, text_fingerprint(documents))
 
 
@@ -83,7 +84,7 @@ def text_fingerprint(texts: Iterable[str]) -> str:
     return digest.hexdigest()
 
 
-def belongs(path: str, split: str) -> bool:
+def is_in_split(path: str, split: str) -> bool:
     """Whether the module at package-relative posix `path` ("numpy/linalg/_linalg.py") is in a split."""
     share = int.from_bytes(hashlib.sha256(path.encode()).digest()[:8], "big") / 2**64
     if split == "calibration":
@@ -91,7 +92,7 @@ def belongs(path: str, split: str) -> bool:
     return (share < TEST_FRACTION) == (split == "test")
 
 
-def module_paths() -> dict[str, Path]:
+def find_modules() -> dict[str, Path]:
     """Return package-relative posix path -> file for all modules of the corpus, sorted."""
     found = {}
     for package in PACKAGES:
@@ -106,24 +107,24 @@ def module_paths() -> dict[str, Path]:
     return dict(sorted(found.items()))
 
 
-def docstrings(source: str) -> Iterator[str]:
+def extract_docstrings(source: str) -> Iterator[str]:
     """Yield the docstrings of the module, classes and functions of `source`, in order, of at least MIN_WORDS words."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         tree = ast.parse(source)
-    for node in _definitions(tree):
+    for node in _iter_definitions(tree):
         text = ast.get_docstring(node, clean=True)
         if text is not None and len(_WORD.findall(text)) >= MIN_WORDS:
             yield text.strip()
 
 
 def normalize(text: str) -> str:
-    """Return the lower-case words of `text` joined by spaces: what two copies of a docstring have in common."""
+    """Return the lower-case words of `text` joined by spaces, by which copies of a docstring are recognized."""
     return " ".join(_WORD.findall(text.lower()))
 
 
 def contains_any(text: str, held_out: dict[str, tuple[str, ...]]) -> bool:
-    """Whether the normalized `text` contains a document of `held_out` (from `anchors`) as consecutive words."""
+    """Whether the normalized `text` contains a document of `held_out` (from `index_by_anchor`) as consecutive words."""
     words = text.split(" ")
     padded = f" {text} "
     for start in range(len(words) - ANCHOR_WORDS + 1):
@@ -133,7 +134,7 @@ def contains_any(text: str, held_out: dict[str, tuple[str, ...]]) -> bool:
     return False
 
 
-def anchors(documents: Iterable[str]) -> dict[str, tuple[str, ...]]:
+def index_by_anchor(documents: Iterable[str]) -> dict[str, tuple[str, ...]]:
     """Index normalized `documents` by their first ANCHOR_WORDS words, for `contains_any`."""
     index: dict[str, tuple[str, ...]] = {}
     for document in documents:
@@ -142,7 +143,7 @@ def anchors(documents: Iterable[str]) -> dict[str, tuple[str, ...]]:
     return index
 
 
-def _definitions(tree: ast.Module) -> Iterator[ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef]:
+def _iter_definitions(tree: ast.Module) -> Iterator[ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef]:
     """Yield the module and the classes and functions in it, in order; expressions, which hold none, are not entered."""
     stack: list[ast.AST] = [tree]
     while stack:
@@ -152,26 +153,27 @@ def _definitions(tree: ast.Module) -> Iterator[ast.Module | ast.ClassDef | ast.F
         stack.extend(child for child in reversed(list(ast.iter_child_nodes(node))) if not isinstance(child, ast.expr))
 
 
-def _texts(kind: str, split: str) -> Iterator[str]:
-    """Yield the sources of `split` or the docstrings in them, without empty files and tables of numbers."""
-    for path, file in module_paths().items():
-        if belongs(path, split):
+def _read_texts(kind: str, split: str) -> Iterator[str]:
+    """Yield the sources of `split`, or the docstrings in them, without empty files and tables of numbers."""
+    for path, file in find_modules().items():
+        if is_in_split(path, split):
             text = file.read_text(encoding="utf-8").replace("\r\n", "\n").strip()
             if text and sum(map(str.isdigit, text)) <= MAX_DIGITS * len(text):
-                yield from docstrings(text) if kind == "pydocs" else (text,)
+                yield from extract_docstrings(text) if kind == "pydocs" else (text,)
 
 
 def _train_documents(kind: str, split: str) -> Iterator[str]:
+    """Yield the texts of a training split that copy no text and contain no docstring of the test split."""
     held_out = {normalize(text) for text in load_corpus("pydocs", "test").documents}
-    index = anchors(held_out)
+    index = index_by_anchor(held_out)
     sources = {normalize(text) for text in load_corpus("pysource", "test").documents}
-    for text in _unique(_texts(kind, split), held_out | sources):
+    for text in _drop_copies(_read_texts(kind, split), held_out | sources):
         if not contains_any(normalize(text), index):
             yield text
 
 
-def _unique(texts: Iterable[str], seen: set[str]) -> Iterator[str]:
-    """Yield the texts whose normalized form is new; `seen` is not changed."""
+def _drop_copies(texts: Iterable[str], seen: set[str]) -> Iterator[str]:
+    """Yield the texts whose normalized form is neither in `seen` nor that of an earlier text."""
     hashes = {hashlib.sha256(text.encode()).digest() for text in seen}
     for text in texts:
         digest = hashlib.sha256(normalize(text).encode()).digest()

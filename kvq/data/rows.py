@@ -41,13 +41,13 @@ def go_offline_if_silent(patience: float = 3.0) -> None:
 
 
 def load_rows(setting: str, local: str, hub_id: str | None, *given: Any, first: int | None = None, **named: Any) -> Any:
-    """A split of a data set of the hub, a `datasets.Dataset`, or its local copy where the hub does not answer.
+    """A split of a data set of the hub as `datasets.Dataset`; from the hub's cache where the hub does not answer.
 
     Args:
         setting: begins an error's line, such as `dataset=c4`.
         local: describes the values that `dataset.path=` takes in place of the hub.
         hub_id: None: the configuration names no data set.
-        first: so many first rows are streamed, instead of all being downloaded; the cache then keeps nothing.
+        first: stream only so many first rows; None: download all and keep them in the hub's cache.
         given, named: further arguments of `datasets.load_dataset`.
     """
     if hub_id is None:
@@ -67,70 +67,70 @@ def load_rows(setting: str, local: str, hub_id: str | None, *given: Any, first: 
 
 
 def read_rows(config: DatasetConfig) -> tuple[str, ...]:
-    """Return the first `dataset.rows` rows of `dataset.path`, or else of `dataset.hub_id`; None: all.
+    """The texts of `dataset.path`, else of `dataset.hub_id`; the first `dataset.rows` of them (None: all).
 
-    Of records, a row is the field `dataset.text_field`.
-
-    A `path` is a file (.jsonl, .json, .parquet, .txt, .md; json also with .gz), a folder of files of one kind, read
-    in the order of their names, or a folder that `datasets` wrote with `save_to_disk`. A plain text file is one row.
+    Of a record, the text is the field `dataset.text_field`. A `path` is a file (.jsonl, .json, .parquet, .txt, .md;
+    json also with .gz), a folder of files of one kind, read in the order of their names, or a folder that `datasets`
+    wrote with `save_to_disk`. A plain text file is one row.
     """
     if config.path is None:
         local = "a local copy (jsonl, parquet, text or a saved dataset)"
         given = {"data_files": config.data_files, "split": config.split or "test", "first": config.rows}
         rows = load_rows(f"dataset={config.name}", local, config.hub_id, config.hub_config, **given)
-        return _column(rows, config.text_field, str(config.hub_id))
+        return _extract_texts(rows, config.text_field, str(config.hub_id))
     path = Path(config.path).expanduser()
-    if _is_saved(path):
-        return _saved_rows(path, config)[: config.rows]
-    read = (
-        row for file in _files(path) for row in _column(_records(file, config.text_field), config.text_field, str(file))
-    )
+    if _is_saved_dataset(path):
+        return _read_saved_rows(path, config)[: config.rows]
+    field = config.text_field
+    read = (row for file in _list_files(path) for row in _extract_texts(_read_file(file, field), field, str(file)))
     return tuple(read)[: config.rows]
 
 
-def source_of(config: DatasetConfig) -> str | None:
+def describe_source(config: DatasetConfig) -> str | None:
     """Describe `dataset.path` for the record ("saved dataset", "12 .txt files"); None: it cannot be read."""
     if config.path is None:
         return None
     path = Path(config.path).expanduser()
-    if _is_saved(path):
+    if _is_saved_dataset(path):
         return "saved dataset"
     try:
-        files = _files(path)
+        files = _list_files(path)
     except DataError:
         return None
-    kind = _kind(files[0]).removesuffix(".gz")
+    kind = _file_suffix(files[0]).removesuffix(".gz")
     return f"{kind} file" if path.is_file() else f"{len(files)} {kind} files"
 
 
-def _is_saved(path: Path) -> bool:
+def _is_saved_dataset(path: Path) -> bool:
+    """Whether `datasets` wrote the folder with `save_to_disk`."""
     return (path / "dataset_dict.json").is_file() or (path / "dataset_info.json").is_file()
 
 
-def _kind(path: Path) -> str:
-    """The ending of a file's name among those that are read, the longest; empty: another."""
+def _file_suffix(path: Path) -> str:
+    """The longest of `_SUFFIXES` that a file's name ends with; empty: none, so the file cannot be read."""
     return max((suffix for suffix in _SUFFIXES if path.name.endswith(suffix)), key=len, default="")
 
 
-def _files(path: Path) -> list[Path]:
-    """The file, or the files of a folder that can be read, in the order of their names, without hidden ones."""
+def _list_files(path: Path) -> list[Path]:
+    """The file, or the readable files of a folder by name, all of one kind, without hidden ones."""
     where, kinds = f"dataset.path={path}", ", ".join(_SUFFIXES)
     if not path.exists():
         raise DataError(f"{where}: no such file or folder")
     if path.is_file():
-        if not _kind(path):
+        if not _file_suffix(path):
             raise DataError(f"{where}: cannot read {path.suffix or 'a file without a suffix'}; it reads {kinds}")
         return [path]
     inside = (file for file in path.rglob("*") if not any(p.startswith(".") for p in file.relative_to(path).parts))
-    files = sorted(file for file in inside if _kind(file) and file.is_file())
+    files = sorted(file for file in inside if _file_suffix(file) and file.is_file())
     if not files:
         raise DataError(f"{where}: the folder holds no {kinds} files and no saved dataset")
-    if len(found := sorted(set(map(_kind, files)))) > 1:
+    if len(found := sorted(set(map(_file_suffix, files)))) > 1:
         raise DataError(f"{where}: the folder holds files of several kinds ({', '.join(found)}); give one file")
     return files
 
 
-def _saved_rows(path: Path, config: DatasetConfig) -> tuple[str, ...]:
+def _read_saved_rows(path: Path, config: DatasetConfig) -> tuple[str, ...]:
+    """The texts of `dataset.split` (test) of a folder that `datasets` wrote."""
     from datasets import DatasetDict, load_from_disk
 
     try:
@@ -143,40 +143,41 @@ def _saved_rows(path: Path, config: DatasetConfig) -> tuple[str, ...]:
             hint = did_you_mean(split, rows)
             raise DataError(f"dataset.split={split} is not in {path}; there are: {', '.join(rows)}.{hint}")
         rows = rows[split]
-    return _column(rows, config.text_field, str(path))
+    return _extract_texts(rows, config.text_field, str(path))
 
 
-def _records(path: Path, field: str | None = None) -> Any:
-    """What a file holds: a list of JSON values or of one text, or a `pyarrow.Table` (`field`: only that column)."""
+def _read_file(path: Path, field: str | None = None) -> Any:
+    """A list of a file's JSON values or of its one text, or a `pyarrow.Table` (of the column `field` if it has one)."""
     try:
         if path.suffix == ".parquet":
             import pyarrow.parquet
 
             known = pyarrow.parquet.read_schema(path).names
             return pyarrow.parquet.read_table(path, columns=[field] if field in known else None)
-        return [read_text(path)] if path.suffix in (".txt", ".md") else json_records(path)
+        return [read_text(path)] if path.suffix in (".txt", ".md") else read_json_records(path)
     except Exception as error:  # of several libraries, for files that are cut short, garbled or too large
         raise DataError(f"dataset.path={path}: cannot be read: {first_line(error)}") from error
 
 
 def read_text(path: Path) -> str:
     """The text of a UTF-8 file, with or without a byte order mark, whose lines end in a newline."""
-    return _decoded(path.read_bytes()).replace("\r\n", "\n").replace("\r", "\n")
+    return _decode_utf8(path.read_bytes()).replace("\r\n", "\n").replace("\r", "\n")
 
 
-def _decoded(data: bytes) -> str:
+def _decode_utf8(data: bytes) -> str:
+    """Text of UTF-8 bytes without its byte order mark; ValueError: UTF-16 or binary data."""
     if data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) or b"\0" in data[:4096]:
         raise ValueError("no UTF-8 text, but UTF-16 or binary; save it as UTF-8")
     return data.decode("utf-8-sig")
 
 
-def json_records(path: Path) -> list[Any]:
+def read_json_records(path: Path) -> list[Any]:
     """The records of a file: an array of them, or one to a line.
 
     Not by `datasets.load_dataset`, which is slower, copies a file into a cache in the home folder, and turns text that
     reads like a date into a date (docs/architecture.md, Libraries).
     """
-    text = _decoded(gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes())
+    text = _decode_utf8(gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes())
     if text.lstrip().startswith("["):
         return list(json.loads(text))
     records = []
@@ -189,18 +190,18 @@ def json_records(path: Path) -> list[Any]:
     return records
 
 
-def objects(path: Path, holds: str) -> list[dict[str, Any]]:
-    """The objects of a json, jsonl or parquet file; `holds`: what each of them has, for the error."""
+def read_objects(path: Path, holds: str) -> list[dict[str, Any]]:
+    """The JSON objects or rows of a json, jsonl or parquet file; `holds` names their fields in the error."""
     if not path.is_file():
         raise DataError(f"dataset.path={path}: no such file; .jsonl, .json and .parquet are read")
-    read = _records(path)
+    read = _read_file(path)
     rows: list[Any] = read if isinstance(read, list) else read.to_pylist()
     if not rows or not all(isinstance(row, dict) for row in rows):
         raise DataError(f"dataset.path={path}: one or more objects with {holds}")
     return rows
 
 
-def _column(rows: Any, field: str, where: str) -> tuple[str, ...]:
+def _extract_texts(rows: Any, field: str, where: str) -> tuple[str, ...]:
     """The texts of a list of JSON values, or of a field of a `datasets.Dataset` or a `pyarrow.Table`."""
     if not isinstance(rows, list):
         _check_field(rows.column_names, field, where)
@@ -217,12 +218,13 @@ def _column(rows: Any, field: str, where: str) -> tuple[str, ...]:
 
 
 def _check_field(names: list[str], field: str, where: str) -> None:
+    """Raise DataError if `dataset.text_field` is not among the fields of `where`."""
     if field not in names:
         hint = did_you_mean(field, names)
         raise DataError(f"dataset.text_field={field} is not in {where}; its fields are: {', '.join(names)}.{hint}")
 
 
-def joined_text(config: DatasetConfig) -> str:
+def read_joined_text(config: DatasetConfig) -> str:
     """Documents of an embedded corpus in the order of their hashes, or all rows, joined by `separator`."""
     if str(config.loader) == "embedded":
         documents = load_corpus(config.name, config.split or "test").documents

@@ -23,7 +23,7 @@ from jaxtyping import Int
 from torch import Tensor
 
 from kvq.data.embedded import text_fingerprint
-from kvq.data.rows import joined_text, read_rows
+from kvq.data.rows import read_joined_text, read_rows
 from kvq.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
@@ -71,17 +71,17 @@ def load_tokens(config: DatasetConfig, tokenizer: Any, context: int, bos: int | 
     if config.max_tokens is not None and config.max_tokens < room:
         raise DataError(f"dataset.max_tokens={config.max_tokens} is less than one window, task.context={context}")
     if loader == "documents":
-        return _documents(config, tokenizer, room, bos, read_rows(config))
-    return _one_stream(config, tokenizer, room, bos)
+        return _load_documents(config, tokenizer, room, bos)
+    return _load_joined(config, tokenizer, room, bos)
 
 
 def encode(tokenizer: Any, text: str, special: bool = True) -> list[int]:
     """Token ids of `text`, with the tokens that `tokenizer` always adds if `special`."""
-    return in_embedding(tokenizer, tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"])
+    return check_token_ids(tokenizer, tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"])
 
 
-def in_embedding(tokenizer: Any, ids: list[int]) -> list[int]:
-    """Return `ids` once they are known to have rows in the embedding."""
+def check_token_ids(tokenizer: Any, ids: list[int]) -> list[int]:
+    """Return `ids`. Raises: DataError: an id for which the model's embedding has no row."""
     rows = getattr(tokenizer, "embedding_rows", None)
     if rows is not None and max(ids, default=0) >= rows:
         odd = max(ids)
@@ -89,14 +89,14 @@ def in_embedding(tokenizer: Any, ids: list[int]) -> list[int]:
     return ids
 
 
-def writes_bos(tokenizer: Any, chat: bool = False) -> bool:
+def begins_with_bos(tokenizer: Any, chat: bool = False) -> bool:
     """Whether `tokenizer` begins a text (`chat`: a conversation by its template) with its begin-of-text token."""
-    text = conversation(tokenizer, "a") if chat else "a"
+    text = render_chat(tokenizer, "a") if chat else "a"
     return tokenizer.bos_token_id is not None and encode(tokenizer, text)[:1] == [tokenizer.bos_token_id]
 
 
-def conversation(tokenizer: Any, text: str) -> str:
-    """`text` as the one message of a user in the tokenizer's chat template, up to where the answer begins."""
+def render_chat(tokenizer: Any, text: str) -> str:
+    """The chat template's text of a conversation whose one message is `text`, up to where the answer begins."""
     if not tokenizer.chat_template:
         raise ConfigError("task.chat_template=true: the model's tokenizer has no chat template")
     words = tokenizer.apply_chat_template(
@@ -105,15 +105,15 @@ def conversation(tokenizer: Any, text: str) -> str:
     return str(words)
 
 
-def around_message(tokenizer: Any) -> tuple[str, str]:
-    """What `conversation` writes before and after the message."""
-    before, found, after = conversation(tokenizer, _MESSAGE).partition(_MESSAGE)
+def split_chat(tokenizer: Any) -> tuple[str, str]:
+    """What `render_chat` writes before and after the message."""
+    before, found, after = render_chat(tokenizer, _MESSAGE).partition(_MESSAGE)
     if not found or _MESSAGE in after:
         raise ConfigError("task.chat_template=true: the chat template does not write a message once, as it is")
     return before, after
 
 
-def begun(tokenizer: Any, ids: Sequence[int], bos: int | None) -> list[int]:
+def set_bos(tokenizer: Any, ids: Sequence[int], bos: int | None) -> list[int]:
     """`ids` after exactly one `bos` (None: after none), whatever the tokenizer or a chat template put there."""
     start = 0
     while start < len(ids) and ids[start] == tokenizer.bos_token_id:
@@ -121,40 +121,43 @@ def begun(tokenizer: Any, ids: Sequence[int], bos: int | None) -> list[int]:
     return [*([] if bos is None else [bos]), *ids[start:]]
 
 
-def random_piece(streams: Sequence[list[int]], length: int, rng: np.random.Generator) -> list[int]:
-    """`length` tokens from a random place of a random stream; all streams are as long."""
+def draw_piece(streams: Sequence[list[int]], length: int, rng: np.random.Generator) -> list[int]:
+    """`length` tokens from a random place of a random stream, each of which has `length` tokens or more."""
     stream = streams[int(rng.integers(len(streams)))]
     start = int(rng.integers(len(stream) - length + 1))
     return stream[start : start + length]
 
 
-def _stream(tokenizer: Any, text: str, bos: int | None) -> list[int]:
-    """Tokens of a whole text; where windows begin with a token of their own, without that of the text."""
+def _encode_stream(tokenizer: Any, text: str, bos: int | None) -> list[int]:
+    """Token ids of a whole text; without its begin-of-text token if each window begins with one (`bos` is not None)."""
     ids = encode(tokenizer, text)
-    return ids if bos is None else begun(tokenizer, ids, None)
+    return ids if bos is None else set_bos(tokenizer, ids, None)
 
 
-def _one_stream(config: DatasetConfig, tokenizer: Any, room: int, bos: int | None) -> TokenData:
-    text = joined_text(config)
+def _load_joined(config: DatasetConfig, tokenizer: Any, room: int, bos: int | None) -> TokenData:
+    """One stream of the joined text, at least `room` tokens long; other arguments as `load_tokens`."""
+    text = read_joined_text(config)
     if not text.strip():
         raise DataError(f"dataset={config.name}: the text is empty")
-    ids = _stream(tokenizer, text, bos)
+    ids = _encode_stream(tokenizer, text, bos)
     if len(ids) < room:
         context = room + (bos is not None)
         raise DataError(f"dataset={config.name}: the text has {len(ids)} tokens, fewer than task.context={context}")
     text_bytes = len(text.encode())
     if config.max_tokens is not None and len(ids) > config.max_tokens:
         ids = ids[: config.max_tokens]
-        text_bytes = _decoded_bytes(tokenizer, ids)
+        text_bytes = _count_bytes(tokenizer, ids)
     return TokenData(config.name, [torch.tensor(ids)], text_fingerprint([text]), text_bytes)
 
 
-def _documents(config: DatasetConfig, tokenizer: Any, room: int, bos: int | None, rows: tuple[str, ...]) -> TokenData:
+def _load_documents(config: DatasetConfig, tokenizer: Any, room: int, bos: int | None) -> TokenData:
+    """A stream of `room` tokens for each random document; other arguments as `load_tokens`."""
+    rows = read_rows(config)
     if not any(row.strip() for row in rows):
         raise DataError(f"dataset={config.name}: the text is empty")
     wanted = len(rows) if config.documents is None else config.documents
     streams: list[Int[Tensor, " tokens"]] = []
-    for stream in _crops(rows, tokenizer, room, bos, config.seed):
+    for stream in _draw_crops(rows, tokenizer, room, bos, config.seed):
         streams.append(stream)
         if len(streams) == wanted:
             break
@@ -166,29 +169,30 @@ def _documents(config: DatasetConfig, tokenizer: Any, room: int, bos: int | None
         )
     if config.max_tokens is not None:
         streams = streams[: config.max_tokens // room]
-    text_bytes = sum(_decoded_bytes(tokenizer, stream.tolist()) for stream in streams)
+    text_bytes = sum(_count_bytes(tokenizer, stream.tolist()) for stream in streams)
     # Of the crops: what else the file holds decides where they lie.
     crops = [" ".join(map(str, stream.tolist())) for stream in streams]
     return TokenData(config.name, streams, text_fingerprint(crops), text_bytes)
 
 
-def _crops(
+def _draw_crops(
     rows: tuple[str, ...], tokenizer: Any, room: int, bos: int | None, seed: int
 ) -> Iterator[Int[Tensor, " tokens"]]:
-    """Yield `room` tokens from a random place of each long enough row, rows in random order."""
+    """Yield `room` token ids from a random place of each row that has as many, rows in random order."""
     rng = np.random.default_rng([_DOCUMENTS_STREAM, seed])
     for index in rng.permutation(len(rows)).tolist():
         text = rows[index]
         # A token stands for at least one byte, but for the few that the tokenizer adds.
         if len(text.encode()) + 8 < room:
             continue
-        ids = _stream(tokenizer, text, bos)
+        ids = _encode_stream(tokenizer, text, bos)
         if len(ids) >= room:
             start = int(rng.integers(len(ids) - room + 1))
             yield torch.tensor(ids[start : start + room])
 
 
-def _decoded_bytes(tokenizer: Any, ids: list[int]) -> int:
+def _count_bytes(tokenizer: Any, ids: list[int]) -> int:
+    """UTF-8 bytes of the text that tokens stand for, without special tokens."""
     return len(tokenizer.decode(ids, skip_special_tokens=True).encode())
 
 
@@ -248,7 +252,7 @@ def draw_needles(rng: np.random.Generator, count: int, digits: int = 6) -> list[
     ]
 
 
-def plant(
+def plant_needles(
     haystack: Sequence[int], needles: Sequence[Needle], depths: Sequence[float], length: int, encode: Encode
 ) -> list[int]:
     """Return the start of `haystack` with each needle's sentence at its depth, `length` tokens in all.
@@ -268,7 +272,7 @@ def plant(
     return [*tokens, *haystack[start:room]]
 
 
-def retrieval_prompt(
+def build_needle_prompt(
     haystack: Sequence[int],
     needles: Sequence[Needle],
     depths: Sequence[float],
@@ -276,9 +280,9 @@ def retrieval_prompt(
     encode: Encode,
     after: str = "",
 ) -> list[int]:
-    """Return a prompt of exactly `length` tokens: `plant`, then the question for the first needle and the text `after`.
+    """`plant_needles`, then the question for the first needle and the text `after`: exactly `length` tokens.
 
     The expected continuation is `encode(needles[0].answer)`.
     """
     question = encode(needles[0].question + after)
-    return plant(haystack, needles, depths, length - len(question), encode) + question
+    return plant_needles(haystack, needles, depths, length - len(question), encode) + question

@@ -17,7 +17,7 @@ from torch import Tensor
 from kvq.config import Config, Loader
 from kvq.config.run import trained_with_bos
 from kvq.config.tasks import is_timed
-from kvq.data.text import TokenData, in_embedding, load_tokens, writes_bos
+from kvq.data.text import TokenData, begins_with_bos, check_token_ids, load_tokens
 from kvq.errors import ConfigError, Unsupported, one_line
 from kvq.models import LoadedModel, load_model, load_tokenizer, model_fingerprint, shape_of
 from kvq.models.placing import base_of
@@ -135,7 +135,7 @@ class Inputs:
             return None
         chat = bool(getattr(self.config.task, "chat_template", False))
         known = trained_with_bos(self.config.model, chat)
-        return writes_bos(self.tokenizer, chat) if known is None else known
+        return begins_with_bos(self.tokenizer, chat) if known is None else known
 
     @property
     def bos(self) -> int | None:
@@ -149,7 +149,7 @@ class Inputs:
             raise ConfigError(
                 f"{setting}.bos=true: the tokenizer of model={name} has no begin-of-text token; use false"
             )
-        return in_embedding(self.tokenizer, [found])[0]
+        return check_token_ids(self.tokenizer, [found])[0]
 
     @property
     def tokens(self) -> TokenData:

@@ -9,7 +9,7 @@ from typing import Any
 
 from kvq.config.tasks import GenerateConfig
 from kvq.data.rows import read_text
-from kvq.data.text import begun, conversation, encode
+from kvq.data.text import encode, render_chat, set_bos
 from kvq.errors import DataError, reason_of
 from kvq.methods.method import Method
 from kvq.models.inputs import Inputs
@@ -61,8 +61,8 @@ def text_of(task: GenerateConfig) -> str:
 def prompt_of(inputs: Inputs) -> list[int]:
     """The tokens of the prompt."""
     task, tokenizer = inputs.config.task, inputs.tokenizer
-    text = conversation(tokenizer, text_of(task)) if task.chat_template else text_of(task)
-    return begun(tokenizer, encode(tokenizer, text, special=not task.chat_template), inputs.bos)
+    text = render_chat(tokenizer, text_of(task)) if task.chat_template else text_of(task)
+    return set_bos(tokenizer, encode(tokenizer, text, special=not task.chat_template), inputs.bos)
 
 
 def repetition(tokens: Sequence[int], length: int) -> float:

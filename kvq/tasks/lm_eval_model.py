@@ -25,7 +25,7 @@ from tqdm import tqdm
 
 from kvq.cache import KVCache
 from kvq.config.tasks import Prefill
-from kvq.data.text import begun, in_embedding
+from kvq.data.text import check_token_ids, set_bos
 from kvq.errors import ConfigError, DataError, did_you_mean, one_line
 from kvq.results.files import Journal
 from kvq.results.provenance import timed
@@ -141,8 +141,8 @@ class CacheLM(HFLM):
 
     def tok_encode(self, string: str, *args: Any, **kwargs: Any) -> list[int]:
         """Tokens of a text without the begin-of-text token, which a tokenizer or chat template may have written."""
-        ids = in_embedding(self.tokenizer, super().tok_encode(string, *args, **kwargs))
-        return begun(self.tokenizer, ids, None)
+        ids = check_token_ids(self.tokenizer, super().tok_encode(string, *args, **kwargs))
+        return set_bos(self.tokenizer, ids, None)
 
     def _context(self, item: str, tokens: Sequence[int], most: int, does: str, limit: str, further: int = 0) -> Tokens:
         """The last of a context's tokens, at most `most`, after `bos`; `odd` gets what is unusual: it is empty, or cut.
@@ -154,7 +154,7 @@ class CacheLM(HFLM):
         if not tokens:
             self.odd[item] = f"empty context: {does} behind the model's first token"
             tokens = [self.prefix_token_id]
-        whole = tuple(tokens) if self.bos is None else tuple(begun(self.tokenizer, tokens, self.bos))
+        whole = tuple(tokens) if self.bos is None else tuple(set_bos(self.tokenizer, tokens, self.bos))
         if len(whole) <= most:
             return whole
         self.odd[item] = f"{len(whole) + further} tokens, the model takes {limit}: cut on the left"

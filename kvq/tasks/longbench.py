@@ -26,8 +26,8 @@ from lm_eval.utils import apply_template
 
 from kvq.config import DatasetConfig, Loader
 from kvq.config.tasks import LongbenchConfig
-from kvq.data.rows import load_rows, objects
-from kvq.data.text import begun, conversation, encode
+from kvq.data.rows import load_rows, read_objects
+from kvq.data.text import encode, render_chat, set_bos
 from kvq.errors import ConfigError, DataError, did_you_mean
 from kvq.methods.method import Method
 from kvq.models.inputs import Inputs
@@ -223,7 +223,7 @@ def _local_rows(path: Path, subset: Subset, task: LongbenchConfig) -> list[dict[
         file = next((file / name for name in names if (file / name).is_file()), file / names[0])
     elif len(task.subsets) > 1:
         raise DataError(f"dataset.path={path}: no folder, and {len(task.subsets)} subsets; choose one by task.subsets=")
-    return objects(file, "context, input and answers")
+    return read_objects(file, "context, input and answers")
 
 
 def documents(inputs: Inputs) -> list[Document]:
@@ -241,14 +241,14 @@ def prompt_tokens(inputs: Inputs, document: Document, room: int) -> tuple[list[i
     text = document.subset.ask(document.row)
     templated = task.chat_template and document.subset.base not in NO_TEMPLATE
     if not templated:
-        tokens = begun(tokenizer, encode(tokenizer, text), inputs.bos)
+        tokens = set_bos(tokenizer, encode(tokenizer, text), inputs.bos)
         return _cut_middle(tokens, room), max(0, len(tokens) - room)
     plain = encode(tokenizer, text, special=False)
     kept = len(plain)
     while True:
         cut = tokenizer.decode(_cut_middle(plain, kept)) if kept < len(plain) else text
-        words = conversation(tokenizer, cut)
-        tokens = begun(tokenizer, encode(tokenizer, words, special=False), inputs.bos)
+        words = render_chat(tokenizer, cut)
+        tokens = set_bos(tokenizer, encode(tokenizer, words, special=False), inputs.bos)
         if len(tokens) <= room or kept == 0:
             return tokens, len(plain) - kept
         kept = max(0, kept - (len(tokens) - room))

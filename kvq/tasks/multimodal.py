@@ -24,7 +24,7 @@ from torch import Tensor
 from kvq.config import DatasetConfig
 from kvq.config.diagnostics import ModalityConfig
 from kvq.config.tasks import MultimodalConfig, Prefill
-from kvq.data.rows import load_rows, objects
+from kvq.data.rows import load_rows, read_objects
 from kvq.diagnostics import imbalance, over_median, relative_norms, token_norms
 from kvq.errors import ConfigError, DataError, Unsupported
 from kvq.methods.method import Method
@@ -121,7 +121,7 @@ def _rows(dataset: DatasetConfig) -> list[tuple[Row, Path | None]]:
         found = load_rows(f"dataset={dataset.name}", local, dataset.hub_id, dataset.hub_config, split=split)
         return [(row, None) for row in found]
     path = Path(dataset.path).expanduser()
-    return [(row, path.parent) for row in objects(path, "a question, an answer and an image")]
+    return [(row, path.parent) for row in read_objects(path, "a question, an answer and an image")]
 
 
 _BESIDE = ("input_ids", "attention_mask")

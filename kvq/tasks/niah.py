@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from kvq.config.tasks import NiahConfig, NiahMode
-from kvq.data.text import Needle, TokenData, around_message, begun, draw_needles, encode, random_piece, retrieval_prompt
+from kvq.data.text import Needle, TokenData, build_needle_prompt, draw_needles, draw_piece, encode, set_bos, split_chat
 from kvq.errors import DataError
 from kvq.methods.method import Method
 from kvq.models.inputs import Inputs
@@ -55,13 +55,13 @@ def make_items(inputs: Inputs) -> list[NiahItem]:
     """All items, with equal lengths together; each depends only on its length, depth, repeat and the seed."""
     task: NiahConfig = inputs.config.task
     tokenizer, longest = inputs.tokenizer, max(task.lengths)
-    whole = [begun(tokenizer, stream.tolist(), None) for stream in haystack(inputs).streams]
+    whole = [set_bos(tokenizer, stream.tolist(), None) for stream in haystack(inputs).streams]
 
     def plain(text: str) -> list[int]:
         return encode(tokenizer, text, special=False)
 
-    before, after = around_message(tokenizer) if task.chat_template else ("", "")
-    start = begun(tokenizer, plain(before), inputs.bos)
+    before, after = split_chat(tokenizer) if task.chat_template else ("", "")
+    start = set_bos(tokenizer, plain(before), inputs.bos)
     streams = [stream for stream in whole if len(stream) >= longest - len(start)]
     if not streams:
         found = max((len(stream) for stream in haystack(inputs).streams), default=0)
@@ -71,10 +71,10 @@ def make_items(inputs: Inputs) -> list[NiahItem]:
         for repeat in range(task.repeats):
             rng = np.random.default_rng([_ITEMS_STREAM, task.seed, length, place, repeat])
             room = length - len(start)
-            text = random_piece(streams, room, rng)
+            text = draw_piece(streams, room, rng)
             needles = _needles(task, rng)
             depths = [depth, *rng.uniform(size=len(needles) - 1).tolist()]
-            prompt = retrieval_prompt(text, needles, depths, room, plain, after)
+            prompt = build_needle_prompt(text, needles, depths, room, plain, after)
             name = f"length={length} depth={depth:g} repeat={repeat}"
             items.append(NiahItem(name, length, depth, tuple(needles), (*start, *prompt)))
     return items

@@ -16,7 +16,7 @@ from jaxtyping import Float
 
 from kvq.config import Config
 from kvq.config.explain import choices, composed
-from kvq.data.rows import joined_text
+from kvq.data.rows import read_joined_text
 from kvq.data.text import encode
 from kvq.errors import ConfigError, DataError, KvqError, Unsupported
 from kvq.models.inputs import Inputs
@@ -227,7 +227,7 @@ class Chooser:
         given, tokenizer = self.question.text, self.inputs.tokenizer
         word = [f"dataset={given}", "dataset.max_tokens=null"] if given in choices()["dataset"] else ["dataset=text"]
         dataset = composed([*word, *([] if given in choices()["dataset"] else [f"dataset.path={given}"])]).dataset
-        text = joined_text(dataset)[:MOST_CHARACTERS]
+        text = read_joined_text(dataset)[:MOST_CHARACTERS]
         self.text_name = dataset.name if given in choices()["dataset"] else Path(given).stem
         sample = text[: 64 * self.window]
         step = max(1, int(1.25 * self.window * len(sample) / max(1, len(encode(tokenizer, sample)))))

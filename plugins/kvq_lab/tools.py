@@ -19,7 +19,7 @@ from typing import Any
 import jsonschema
 import numpy as np
 
-from kvq.data.text import around_message, begun, encode, random_piece
+from kvq.data.text import draw_piece, encode, set_bos, split_chat
 from kvq.errors import ConfigError, DataError
 from kvq.methods.method import Method
 from kvq.models.inputs import Inputs
@@ -183,13 +183,13 @@ def draw_padding(inputs: Inputs, count: int) -> list[list[int]]:
     task: ToolsConfig = inputs.config.task
     if not task.padding:
         return [[] for _ in range(count)]
-    whole = [begun(inputs.tokenizer, stream.tolist(), None) for stream in inputs.long_streams(task.padding).streams]
+    whole = [set_bos(inputs.tokenizer, stream.tolist(), None) for stream in inputs.long_streams(task.padding).streams]
     streams = [stream for stream in whole if len(stream) >= task.padding]
     if not streams:
         longest = max(map(len, whole), default=0)
         raise DataError(f"task.padding={task.padding}: the longest text in the dataset has {longest} tokens")
     generators = (np.random.default_rng([_PADDING, task.seed, place]) for place in range(count))
-    return [random_piece(streams, task.padding, rng) for rng in generators]
+    return [draw_piece(streams, task.padding, rng) for rng in generators]
 
 
 def add_shots(task: ToolsConfig, request: Request, place: int) -> tuple[Request, list[DrawnRequest]]:
@@ -212,16 +212,16 @@ def make_items(inputs: Inputs, unequal: bool = False) -> Items[ToolItem]:
     """Batches of prompts, of equal length unless `unequal`, and skipped items with the reason.
 
     Raises:
-        ConfigError, DataError: as `requests`, `draw_padding` and `kvq.data.text.around_message`.
+        ConfigError, DataError: as `requests`, `draw_padding` and `kvq.data.text.split_chat`.
     """
     task: ToolsConfig = inputs.config.task
     tokenizer, longest = inputs.tokenizer, inputs.longest_context
-    front, end = around_message(tokenizer) if task.chat_template else ("", "")
+    front, end = split_chat(tokenizer) if task.chat_template else ("", "")
     asked = requests(inputs)
     items, skipped = [], {}
     for place, (request, text) in enumerate(zip(asked, draw_padding(inputs, len(asked)), strict=True)):
         before, after = prompt_parts(task, request, place)
-        prompt = begun(tokenizer, encode(tokenizer, front + before, special=not task.chat_template), inputs.bos)
+        prompt = set_bos(tokenizer, encode(tokenizer, front + before, special=not task.chat_template), inputs.bos)
         prompt += [*text, *encode(tokenizer, ("\n\n" if text else "") + after + end, special=False)]
         if longest is not None and len(prompt) + task.max_new_tokens > longest:
             needed = len(prompt) + task.max_new_tokens

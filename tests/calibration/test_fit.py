@@ -20,7 +20,7 @@ from kvq.calibration.text import calibration_text, dataset_of, text_of
 from kvq.cli import main
 from kvq.config import compose, resolve
 from kvq.config.method import CalibrationConfig
-from kvq.data.embedded import belongs, load_corpus, module_paths
+from kvq.data.embedded import find_modules, is_in_split, load_corpus
 from kvq.data.text import encode, load_tokens
 from kvq.errors import ConfigError, DataError, Unsupported
 from kvq.models import load_model
@@ -209,7 +209,7 @@ def test_calibration_text_is_apart_from_the_text_under_test() -> None:
 
 def test_calibration_modules_are_training_modules() -> None:
     sources = {
-        path.read_text(encoding="utf-8").strip() for name, path in module_paths().items() if belongs(name, "test")
+        path.read_text(encoding="utf-8").strip() for name, path in find_modules().items() if is_in_split(name, "test")
     }
     assert not sources & set(load_corpus("pysource", "calibration").documents)
 

@@ -7,7 +7,7 @@ import time
 import pytest
 
 from kvq.data import embedded
-from kvq.data.embedded import anchors, belongs, contains_any, docstrings, load_corpus, module_paths, normalize
+from kvq.data.embedded import contains_any, extract_docstrings, index_by_anchor, is_in_split, load_corpus, normalize
 from kvq.errors import ConfigError
 
 SOURCE = '''
@@ -32,21 +32,23 @@ def last(x="""A default value is no docstring however long it may be, and is not
 
 
 def test_docstrings_in_order_without_short_ones():
-    first_words = [text.split()[:2] for text in docstrings(SOURCE)]
+    first_words = [text.split()[:2] for text in extract_docstrings(SOURCE)]
     assert first_words == [["A", "module's"], ["A", "class's"], ["An", "inner"]]
-    assert "\nover two lines" in list(docstrings(SOURCE))[1]
+    assert "\nover two lines" in list(extract_docstrings(SOURCE))[1]
 
 
 def test_modules_are_sorted_and_without_tests_or_generated_files():
-    paths = list(module_paths())
+    paths = list(embedded.find_modules())
     assert paths == sorted(paths)
     assert len({path.split("/")[0] for path in paths}) == len(embedded.PACKAGES)
     assert not [path for path in paths if "/tests/" in path or path.endswith(("/version.py", "__config__.py"))]
 
 
 def test_held_out_by_the_sha256_of_the_path():
-    shares = {path: int(hashlib.sha256(path.encode()).hexdigest()[:16], 16) / 16**16 for path in module_paths()}
-    assert all(belongs(path, "test") == (share < embedded.TEST_FRACTION) for path, share in shares.items())
+    shares = {
+        path: int(hashlib.sha256(path.encode()).hexdigest()[:16], 16) / 16**16 for path in embedded.find_modules()
+    }
+    assert all(is_in_split(path, "test") == (share < embedded.TEST_FRACTION) for path, share in shares.items())
 
 
 def test_test_split_is_read_quickly_and_the_same_each_time():
@@ -62,7 +64,7 @@ def test_test_split_is_read_quickly_and_the_same_each_time():
 
 def test_held_out_docstrings_are_those_of_held_out_sources():
     sources = load_corpus("pysource", "test").documents
-    inside = {normalize(text) for source in sources for text in docstrings(source)}
+    inside = {normalize(text) for source in sources for text in extract_docstrings(source)}
     assert {normalize(text) for text in load_corpus("pydocs", "test").documents} == inside
 
 
@@ -74,7 +76,7 @@ def test_no_document_is_there_twice():
 
 def test_contains_any_finds_whole_words_anywhere():
     held_out = "one two three four five six seven eight nine ten eleven twelve"
-    index = anchors([held_out, held_out.replace("twelve", "dozen")])
+    index = index_by_anchor([held_out, held_out.replace("twelve", "dozen")])
     assert contains_any(f"before {held_out} after", index)
     assert contains_any(held_out, index)
     assert not contains_any(f"{held_out.removesuffix('twelve')} twenty", index)
@@ -109,7 +111,7 @@ def test_no_held_out_source_or_its_parsed_docstrings_are_in_training():
     assert not {normalize(text) for text in load_corpus("pysource", "test").documents} & set(map(normalize, training))
     held_out = {normalize(text) for text in load_corpus("pydocs", "test").documents}
     for source in training:
-        assert not held_out & {normalize(text) for text in docstrings(source)}
+        assert not held_out & {normalize(text) for text in extract_docstrings(source)}
         ast.parse(source)
 
 

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvq.data.text import ADJECTIVES, NOUNS, Needle, draw_needles, plant, retrieval_prompt
+from kvq.data.text import ADJECTIVES, NOUNS, Needle, build_needle_prompt, draw_needles, plant_needles
 from kvq.errors import DataError
 
 HAYSTACK = [1000 + index for index in range(2000)]
@@ -44,7 +44,7 @@ def test_draws_follow_the_generator():
 )
 def test_prompt_has_its_length_and_keeps_the_haystack(seed, depths, length):
     needles = draw_needles(np.random.default_rng(seed), len(depths))
-    tokens = retrieval_prompt(HAYSTACK, needles, depths, length, encode)
+    tokens = build_needle_prompt(HAYSTACK, needles, depths, length, encode)
     assert len(tokens) == length
     hay = [token for token in tokens if token >= 1000]
     assert hay == HAYSTACK[: len(hay)]
@@ -56,7 +56,7 @@ def test_prompt_has_its_length_and_keeps_the_haystack(seed, depths, length):
 def test_needle_lies_at_its_depth(depth):
     (needle,) = draw_needles(np.random.default_rng(0), 1)
     sentence = encode(needle.sentence)
-    tokens = plant(HAYSTACK, [needle], [depth], 1000, encode)
+    tokens = plant_needles(HAYSTACK, [needle], [depth], 1000, encode)
     start = round(depth * (1000 - len(sentence)))
     assert tokens[start : start + len(sentence)] == sentence
 
@@ -69,6 +69,6 @@ def test_the_answer_completes_the_question_to_the_planted_sentence():
 def test_needles_that_do_not_fit():
     needles = draw_needles(np.random.default_rng(0), 1)
     with pytest.raises(DataError, match="more than length=20"):
-        plant(HAYSTACK, needles, [0.5], 20, encode)
+        plant_needles(HAYSTACK, needles, [0.5], 20, encode)
     with pytest.raises(DataError, match=r"task\.needles=10: there are \d+ keys, and 9 values of 1 digits"):
         draw_needles(np.random.default_rng(0), 10, digits=1)

@@ -16,7 +16,7 @@ import kvq.data.rows
 from kvq.config import DatasetConfig, Loader
 from kvq.data import load_tokens
 from kvq.data.embedded import load_corpus
-from kvq.data.rows import joined_text
+from kvq.data.rows import read_joined_text
 from kvq.errors import ConfigError, DataError
 from tests.data.byte_tokenizer import byte_tokenizer
 
@@ -75,7 +75,7 @@ def test_a_folder_that_holds_more_than_a_text_is_refused(tmp_path):
     (tmp_path / "notes.md").write_text("not the text")
     with pytest.raises(DataError, match=r"the folder holds files of several kinds \(\.jsonl, \.md\); give one file"):
         kvq.data.rows.read_rows(config(tmp_path))
-    assert kvq.data.rows.source_of(config(tmp_path)) is None
+    assert kvq.data.rows.describe_source(config(tmp_path)) is None
 
 
 @pytest.mark.parametrize(
@@ -84,8 +84,8 @@ def test_a_folder_that_holds_more_than_a_text_is_refused(tmp_path):
 )
 def test_what_was_read_is_named(tmp_path, name, source):
     path = write(tmp_path / (name or "a.jsonl"), ROWS)
-    assert kvq.data.rows.source_of(config(path if name else tmp_path)) == source
-    assert kvq.data.rows.source_of(config()) is None
+    assert kvq.data.rows.describe_source(config(path if name else tmp_path)) == source
+    assert kvq.data.rows.describe_source(config()) is None
 
 
 def test_special_tokens_are_added_once_to_a_stream(tmp_path):
@@ -194,7 +194,7 @@ def test_unreadable_path_is_one_line(tmp_path, name, content, message):
 @pytest.mark.parametrize(("name", "content"), [("a.txt", "A\r\ntext."), ("a.jsonl", '{"text": "A\\ntext."}\n')])
 def test_a_byte_order_mark_is_no_text(tmp_path, name, content):
     (tmp_path / name).write_bytes(content.encode("utf-8-sig"))
-    assert joined_text(config(tmp_path / name)) == "A\ntext."
+    assert read_joined_text(config(tmp_path / name)) == "A\ntext."
 
 
 def test_unknown_split_of_a_saved_dataset_names_the_others(tmp_path):

@@ -15,7 +15,7 @@ from kvq.config import DatasetConfig, Loader, PplConfig, Scoring, Windows, compo
 from kvq.config.identity import canonical
 from kvq.config.method import CalibrationConfig
 from kvq.config.tasks import Prefill
-from kvq.data.text import begun, encode, load_tokens, writes_bos
+from kvq.data.text import begins_with_bos, encode, load_tokens, set_bos
 from kvq.errors import ConfigError, Unsupported
 from kvq.methods.build import method_of
 from kvq.models.inputs import Inputs
@@ -86,15 +86,15 @@ def test_a_stream_has_room_for_it_and_none_of_its_own(tmp_path: Path, loader: Lo
 
 def test_it_is_never_doubled() -> None:
     marked, plain = byte_tokenizer(True), byte_tokenizer()
-    assert (writes_bos(marked), writes_bos(plain)) == (True, False)
+    assert (begins_with_bos(marked), begins_with_bos(plain)) == (True, False)
     for tokenizer in (marked, plain):
         ids = encode(tokenizer, "abc")
-        assert begun(tokenizer, begun(tokenizer, ids, BOS), BOS) == begun(tokenizer, ids, BOS)
-        assert once(begun(tokenizer, ids, BOS))
-        assert BOS not in begun(tokenizer, ids, None)
+        assert set_bos(tokenizer, set_bos(tokenizer, ids, BOS), BOS) == set_bos(tokenizer, ids, BOS)
+        assert once(set_bos(tokenizer, ids, BOS))
+        assert BOS not in set_bos(tokenizer, ids, None)
         tokenizer.chat_template = CHAT
-        assert writes_bos(tokenizer, chat=True)
-    assert begun(plain, [], BOS) == [BOS]
+        assert begins_with_bos(tokenizer, chat=True)
+    assert set_bos(plain, [], BOS) == [BOS]
 
 
 def test_windows_and_prompts_of_every_task(given: list[str]) -> None:
@@ -179,7 +179,7 @@ def test_perplexity_behind_it_is_the_plain_forward(given: list[str], tmp_path: P
     more = ["method=fp16", "task.context=64", "task.windows=disjoint", "task.max_windows=2", f"results_dir={tmp_path}"]
     inputs = inputs_of(given, *more)
     record = runs.run(inputs.config)
-    ids = begun(inputs.tokenizer, encode(inputs.tokenizer, TEXT), None)
+    ids = set_bos(inputs.tokenizer, encode(inputs.tokenizer, TEXT), None)
     losses = []
     for start in (0, 63):
         tokens = torch.tensor([BOS, *ids[start : start + 63]])

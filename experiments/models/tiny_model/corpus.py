@@ -13,7 +13,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from kvq.data.embedded import Corpus, load_corpus
-from kvq.data.text import draw_needles, plant
+from kvq.data.text import draw_needles, plant_needles
 from tiny_model.recipe import Recipe, Stage
 
 VOCABULARY = 4096
@@ -183,7 +183,7 @@ class Sampler:
         start = int(rng.integers(len(stream) - length))
         room = length - len(tail)
         haystack = stream[start : start + room].tolist()
-        context = plant(haystack, needles, rng.random(len(needles)).tolist(), room, encode)
+        context = plant_needles(haystack, needles, rng.random(len(needles)).tolist(), room, encode)
         weights = [1.0] * length
         for answer_span in answers:
             for index in range(room + answer_span.start, room + answer_span.stop):

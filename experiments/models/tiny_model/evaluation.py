@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from kvq.data.embedded import load_corpus
-from kvq.data.text import draw_needles, retrieval_prompt
+from kvq.data.text import build_needle_prompt, draw_needles
 
 
 def held_out_tokens(tokenizer: PreTrainedTokenizerBase, kind: str) -> Int[Tensor, " tokens"]:
@@ -80,7 +80,7 @@ def needle_accuracy(
     for depth in np.linspace(0, 1, count):
         needles = draw_needles(rng, 1)
         start = int(rng.integers(len(stream) - length))
-        prompt = retrieval_prompt(stream[start : start + length], needles, [float(depth)], length, encode)
+        prompt = build_needle_prompt(stream[start : start + length], needles, [float(depth)], length, encode)
         answer = encode(needles[0].answer)
         inputs = torch.tensor([[*front, *prompt, *answer[:-1]]])
         logits = model(inputs, use_cache=False, logits_to_keep=len(answer)).logits[0]

@@ -7,7 +7,7 @@ from typing import Any
 
 from datasets import Dataset
 
-from kvq.data.rows import json_records
+from kvq.data.rows import read_json_records
 from kvq.errors import DataError, reason_of
 
 
@@ -22,7 +22,7 @@ def items(path: str, **_: Any) -> dict[str, Dataset]:
     """
     rows: list[dict[str, Any]] = []
     try:
-        for row in json_records(Path(path)):
+        for row in read_json_records(Path(path)):
             item = {"input": str(row["input"]), "outputs": [str(answer) for answer in row["outputs"]]}
             rows.append(item)
     except (OSError, ValueError) as error:
