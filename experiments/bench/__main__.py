@@ -40,7 +40,7 @@ from kvq.codecs import rope_table
 from kvq.config import compose, resolve
 from kvq.config.diagnostics import TniConfig
 from kvq.config.tasks import Prefill
-from kvq.kernels import fused
+from kvq.kernels import fuse_codec
 from kvq.methods.build import build_method
 from kvq.methods.method import Method
 from kvq.models import LoadedModel, load_model
@@ -160,7 +160,7 @@ def encode_speed(pairs: int) -> dict[str, Any]:
         )
         found["million_elements_per_second"] = x.numel() / found["seconds_median"][0] / 1e6
         one_pass = paired(
-            lambda codec=first: fused(codec[0]).encode(x, codec[1], rope),
+            lambda codec=first: fuse_codec(codec[0]).encode(x, codec[1], rope),
             lambda codec=first: codec[0].encode(x, codec[1], rope),
             pairs,
         )

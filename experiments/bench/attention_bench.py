@@ -15,7 +15,8 @@ from torch.nn.functional import scaled_dot_product_attention as sdpa
 
 from kvq.calibration.budget import fit_sharing, joint_parts
 from kvq.codecs import JointMoments, Rope, bind_codec, rope_table
-from kvq.kernels import PackedStates, attend, fused, kernel_for
+from kvq.kernels import PackedStates, attend, fuse_codec
+from kvq.kernels.dispatch import choose_kernel
 from kvq.methods.build import build_method
 from kvq.methods.method import Method
 
@@ -66,11 +67,11 @@ def states_of(method: Method, keys: Tensor, values: Tensor) -> tuple[PackedState
         rope = rope_table(before, keys.shape[3]) if codec.uses_rope else None
         if rope is not None:  # as a cache keeps them: in the model's dtype
             rope = Rope(rope.cos.to(keys), rope.sin.to(keys))
-        packed = fused(codec).encode(states[:, :, :before], method.residual.key.size or 128, rope)
+        packed = fuse_codec(codec).encode(states[:, :, :before], method.residual.key.size or 128, rope)
         packed.parts.update({name: part.contiguous() for name, part in packed.parts.items()})
         out.append(PackedStates(codec, (packed,), states[:, :, before:].clone(), rope))
     if method.joins_sides:
-        return out[0].of_heads(slice(0, heads)), out[0].of_heads(slice(heads, 2 * heads))
+        return out[0].select_heads(slice(0, heads)), out[0].select_heads(slice(heads, 2 * heads))
     return out[0], out[1]
 
 
@@ -99,9 +100,9 @@ def decoding(q: Tensor, sides: Sequence[PackedStates]) -> Callable[[], Tensor]:
     def run() -> Tensor:
         decoded = [
             torch.cat([side.codec.decode(packed, side.rope) for packed in side.packed], 2)
-            for side in sides[: 2 if sides[0].own is None else 1]
+            for side in sides[: 2 if sides[0].heads is None else 1]
         ]
-        read = decoded if sides[0].own is None else decoded[0].split(heads, 1)
+        read = decoded if sides[0].heads is None else decoded[0].split(heads, 1)
         keys, values = (torch.cat([own, side.full], 2) for own, side in zip(read, sides, strict=True))
         return sdpa(q.reshape(batch, heads, -1, dim), keys, values)
 
@@ -184,7 +185,7 @@ def measure(
         "shape": {"batch": batch, "tokens": tokens, "kv_heads": heads, "queries_per_head": group, "head_dim": dim},
         "method": name,
         "bits": bits,
-        "form": kernel_for(q, *sides)[0],
+        "form": choose_kernel(q, *sides)[0],
         "seconds_median": medians,
         "fastest_sdpa": fastest,
         **ratios(seconds["packed"], seconds[fastest]),

@@ -79,7 +79,7 @@ class JoinedLayer(KVCacheLayer):
 def _select_heads(found: Any, which: slice) -> Any:
     """Some heads of what a side returns: states, `PackedStates`, or a pair of states of which one may be None."""
     if isinstance(found, PackedStates):
-        return found.of_heads(which)
+        return found.select_heads(which)
     if isinstance(found, Tensor):
         return found[:, which]
     return tuple(part if part is None else part[:, which] for part in found)

@@ -29,7 +29,7 @@ from kvq.cache.store import narrow_rope
 from kvq.codecs import Codec
 from kvq.config.residual import PrefillBlock, ResidualSide
 from kvq.errors import Unsupported
-from kvq.kernels import PackedStates, attend, fused
+from kvq.kernels import PackedStates, attend, fuse_codec
 from kvq.models.layers import head_dims_of, state_layers_of
 from kvq.models.placing import base_of
 
@@ -68,7 +68,7 @@ class PackedSide(CacheSide):
     """A side that can return its tokens in stored form, and encodes in one pass where the codec allows it."""
 
     def __init__(self, codec: Codec | None, residual: ResidualSide, label: str, keep_decoded: bool = False) -> None:
-        super().__init__(None if codec is None else fused(codec), residual, label, keep_decoded)
+        super().__init__(None if codec is None else fuse_codec(codec), residual, label, keep_decoded)
 
     def append_packed(self, states: Float[Tensor, "batch heads 1 head_dim"]) -> PackedStates:
         """Add one token; return what attention reads now, in stored form, then encode what leaves the residual."""

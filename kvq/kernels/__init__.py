@@ -1,6 +1,6 @@
 """Attention on packed codes, and the extension point for fused kernels."""
 
-from kvq.kernels.dispatch import attend, fused, kernel_for, watched
-from kvq.kernels.linear_chain import LinearChain, PackedStates, joint_of, linear_chain_of
+from kvq.kernels.dispatch import attend, fuse_codec, time_steps
+from kvq.kernels.linear_chain import LinearChain, PackedStates, build_linear_chain
 
-__all__ = ["LinearChain", "PackedStates", "attend", "fused", "joint_of", "kernel_for", "linear_chain_of", "watched"]
+__all__ = ["LinearChain", "PackedStates", "attend", "build_linear_chain", "fuse_codec", "time_steps"]

@@ -41,16 +41,16 @@ class Kernels(Protocol):
 
 
 @functools.cache
-def registered() -> Sequence[Kernels]:
+def load_kernels() -> Sequence[Kernels]:
     """The kernels of the plugins in use."""
     return cast("list[Any]", import_modules("kernels"))
 
 
 @contextmanager
-def watched(step: eager.Step) -> Iterator[None]:
-    """Within the context, attention runs in PyTorch, and each of its steps within `step(name)`, to be timed.
+def time_steps(step: eager.Step) -> Iterator[None]:
+    """Within the context, attention runs in PyTorch, each of its steps within `step(name)`, which times it.
 
-    The whole runs within `step("attention")`.
+    All steps together run within `step("attention")`.
     """
     token = _WATCH.set(step)
     try:
@@ -59,11 +59,11 @@ def watched(step: eager.Step) -> Iterator[None]:
         _WATCH.reset(token)
 
 
-def kernel_for(
+def choose_kernel(
     query: Tensor, keys: PackedStates, values: PackedStates, softcap: float | None = None
 ) -> tuple[str, Callable[..., Tensor]]:
-    """Name and function of the kernel that reads these keys and values: a plugin's, else `eager` in PyTorch."""
-    found = (kernels.attention_for(query, keys, values, softcap) for kernels in registered())
+    """Name and function of the first plugin's kernel that reads these keys and values, else `eager` in PyTorch."""
+    found = (kernels.attention_for(query, keys, values, softcap) for kernels in load_kernels())
     return next((kernel for kernel in found if kernel is not None), ("eager", eager.attend))
 
 
@@ -76,7 +76,7 @@ def attend(
     first: int = 0,
     softcap: float | None = None,
 ) -> Float[Tensor, "batch heads 1 _dim"]:
-    """As `kvq.kernels.eager.attend`, by the implementation that `kernel_for` chooses; `first` counts sinks.
+    """`kvq.kernels.eager.attend` by the kernel that `choose_kernel` names; sinks count among the tokens before `first`.
 
     Raises:
         Unsupported: as `eager.attend`; first tokens in full precision before packed prefixes of different lengths.
@@ -89,9 +89,9 @@ def attend(
     if (step := _WATCH.get()) is not None:
         with step("attention"):
             return eager.attend(query, keys, values, scaling, first, softcap, step)
-    return kernel_for(query, keys, values, softcap)[1](query, keys, values, scaling, first, softcap)
+    return choose_kernel(query, keys, values, softcap)[1](query, keys, values, scaling, first, softcap)
 
 
-def fused(codec: Codec) -> Codec:
+def fuse_codec(codec: Codec) -> Codec:
     """The codec, or one of a plugin that makes the same parts faster."""
-    return functools.reduce(lambda made, kernels: kernels.fuse(made), registered(), codec)
+    return functools.reduce(lambda made, kernels: kernels.fuse(made), load_kernels(), codec)

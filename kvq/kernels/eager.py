@@ -16,16 +16,16 @@ from torch import Tensor
 
 from kvq.codecs import UniformQuantizer
 from kvq.codecs.packed import unpack_parts
-from kvq.kernels.linear_chain import LinearChain, PackedStates, Shift, folds, linear_chain_of, turned_scores
+from kvq.kernels.linear_chain import LinearChain, PackedStates, Shift, build_linear_chain, is_affine, score_rotated
 from kvq.kernels.pieces import (
     TILE,
     Piece,
-    joint_keys,
-    joint_mix,
-    joint_pieces,
-    joint_values,
-    pieces,
-    shift_of,
+    decode_components,
+    decode_joint_keys,
+    decode_shift,
+    iter_pieces,
+    mix_components,
+    restore_joint_values,
 )
 
 Queries = Float[Tensor, "batch kv_heads group dim"]
@@ -37,13 +37,13 @@ shifts; products with tokens in full precision; weights; sums of the codes of va
 _NOTHING = nullcontext()
 
 
-def unwatched(_name: str) -> AbstractContextManager[None]:
+def untimed(_name: str) -> AbstractContextManager[None]:
     """A `Step` that does nothing."""
     return _NOTHING
 
 
 class Softmax:
-    """A sum of values weighted by exp(score), accumulated over pieces of tokens."""
+    """Online softmax: `sums` (by name) of values weighted by exp(score - `top`), accumulated over pieces of tokens."""
 
     def __init__(self) -> None:
         self.top: Tensor | None = None
@@ -64,7 +64,7 @@ class Softmax:
         return weights
 
     def add(self, name: str, mixed: Tensor) -> None:
-        """Add to one of the sums."""
+        """Add weighted values of a piece to the sum of this name."""
         self.sums[name] = self.sums[name] + mixed if name in self.sums else mixed
 
 
@@ -75,12 +75,12 @@ def attend(
     scaling: float,
     first: int = 0,
     softcap: float | None = None,
-    step: Step = unwatched,
+    step: Step = untimed,
 ) -> Float[Tensor, "batch heads 1 _dim"]:
     """Attention of one new token per sequence to all tokens held from token `first` on.
 
     Args:
-        query: any multiple of the heads of `keys`; consecutive ones share a head.
+        query: its heads are a multiple of those of `keys`; consecutive ones share a head.
         scaling: of the scores.
         softcap: scores become `softcap · tanh(score / softcap)` (Gemma 2).
         step: opened around each step, to time it.
@@ -88,12 +88,12 @@ def attend(
     Computes in fp32 (fp64 for fp64 queries) and returns the query's dtype.
 
     Raises:
-        Unsupported: a codec that attention on packed codes does not support; see `linear_chain_of`.
+        Unsupported: a codec that attention on packed codes does not support; see `build_linear_chain`.
     """
     kind = torch.float64 if query.dtype is torch.float64 else torch.float32
     batch, heads = query.shape[0], keys.shape[1]
     q = query.to(kind).reshape(batch, heads, -1, query.shape[-1]) * scaling
-    reader, mixer = _Keys(keys, q, step), _Values(values, kind, step)
+    reader, mixer = _KeyReader(keys, q, step), _ValueReader(values, kind, step)
     softmax = Softmax()
     bounds = [first, *range(first + TILE, keys.tokens, TILE), keys.tokens]
     for start, stop in itertools.pairwise(bounds):
@@ -108,14 +108,14 @@ def attend(
         return (mixer.total(softmax) / softmax.total).reshape(batch, query.shape[1], 1, -1).to(query.dtype)
 
 
-class _Side:
-    """Iterates over the pieces of one side for successive ranges of tokens; ranges only move forward."""
+class _PieceReader:
+    """Reads keys or values of successive ranges of tokens piece by piece; a range never starts before the last one."""
 
     def __init__(self, states: PackedStates, step: Step) -> None:
         self.states, self.step = states, step
-        self.chain: LinearChain | None = None if states.codec is None else linear_chain_of(states.codec)
+        self.chain: LinearChain | None = None if states.codec is None else build_linear_chain(states.codec)
         self.joint = self.chain is not None and self.chain.joint is not None
-        self._coming = iter(()) if self.chain is None or self.joint else pieces(states, self.chain)
+        self._coming = iter(()) if self.chain is None or self.joint else iter_pieces(states, self.chain)
         self._held: list[Piece] = []
 
     def pieces_in(self, start: int, stop: int) -> list[tuple[Piece, slice, slice]]:
@@ -143,7 +143,9 @@ class _Side:
         return self.states.full[:, :, begin - packed : stop - packed], slice(begin - start, stop - start)
 
 
-class _Keys(_Side):
+class _KeyReader(_PieceReader):
+    """Scores of queries `[batch, kv_heads, group, dim]` with the keys."""
+
     def __init__(self, states: PackedStates, query: Queries, step: Step) -> None:
         super().__init__(states, step)
         self.query = query
@@ -152,50 +154,55 @@ class _Keys(_Side):
         self._known: tuple[Piece, Tensor] | None = None
 
     def scores(self, start: int, stop: int) -> Float[Tensor, "batch kv_heads group tokens"]:
+        """Scores of the tokens `start` to `stop`."""
         out = self.query.new_empty(*self.query.shape[:3], stop - start)
         if self.joint:
-            self._joint_scores(start, stop, out)
+            self._fill_joint_scores(start, stop, out)
         for piece, some, where in self.pieces_in(start, stop):
-            out[..., where] = self._piece_scores(piece)[..., some]
+            out[..., where] = self._score_piece(piece)[..., some]
         if (rest := self.full_in(start, stop)) is not None:
             with self.step("residual"):
                 out[..., rest[1]] = self.query @ rest[0].to(self.query.dtype).mT
         return out
 
-    def _joint_scores(self, start: int, stop: int, out: Tensor) -> None:
+    def _fill_joint_scores(self, start: int, stop: int, out: Tensor) -> None:
+        """Write the scores of the packed tokens `start` to `stop` of a joint transform into `out`."""
         assert self.chain is not None
         with self.step("scores"):
-            for where, keys in joint_keys(self.states, self.chain, start, stop, self.query.dtype):
+            for where, keys in decode_joint_keys(self.states, self.chain, start, stop, self.query.dtype):
                 out[..., where] = self.query @ keys.mT
 
-    def _piece_scores(self, piece: Piece) -> Float[Tensor, "batch kv_heads group tokens"]:
+    def _score_piece(self, piece: Piece) -> Float[Tensor, "batch kv_heads group tokens"]:
+        """Scores of a piece's tokens; those of the last piece are kept."""
         if self._known is not None and self._known[0] is piece:
             return self._known[1]
         assert self.chain is not None
         chain = self.chain
         with self.step("scores"):
-            scores = _code_scores(chain, piece, self.rotated[:, None])
+            scores = _score_codes(chain, piece, self.rotated[:, None])
         with self.step("norms"):
-            scores = _scaled(chain, piece, scores, None)
+            scores = _multiply_norms(chain, piece, scores, None)
         for shift in chain.shifts:
             with self.step("shifts"):
-                scores = scores + self._shift_scores(shift, piece)
+                scores = scores + self._score_shift(shift, piece)
         out = scores.permute(0, 2, 3, 1, 4).flatten(-2)
         self._known = (piece, out)
         return out
 
-    def _shift_scores(self, shift: Shift, piece: Piece) -> Tensor:
+    def _score_shift(self, shift: Shift, piece: Piece) -> Tensor:
         """What a shift adds to the scores of a piece, `[batch, blocks, heads, group, tokens]`."""
         assert self.chain is not None
         chain, kind = self.chain, self.query.dtype
-        offset = shift_of(shift, piece.blocks, self.query.shape[-1], kind)
+        offset = decode_shift(shift, piece.blocks, self.query.shape[-1], kind)
         seen = chain.rotate(self.query, shift.rotations)[:, None]
-        rope = piece.rope if shift.turned else None
-        more = seen @ offset.mT if rope is None else turned_scores(seen, offset, rope)
-        return _scaled(chain, piece, more, shift.norms)
+        rope = piece.rope if shift.after_rope else None
+        more = seen @ offset.mT if rope is None else score_rotated(seen, offset, rope)
+        return _multiply_norms(chain, piece, more, shift.norms)
 
 
-class _Values(_Side):
+class _ValueReader(_PieceReader):
+    """Sums of the values, weighted by attention."""
+
     def __init__(self, states: PackedStates, kind: torch.dtype, step: Step) -> None:
         super().__init__(states, step)
         self.kind = kind
@@ -204,51 +211,52 @@ class _Values(_Side):
         """Add the values of the tokens `start` to `stop` to the sums of `softmax`."""
         if self.joint:
             with self.step("values"):
-                for where, components in joint_pieces(self.states, start, stop, self.kind):
+                for where, components in decode_components(self.states, start, stop, self.kind):
                     own = weights[..., where]
-                    softmax.add("codes", joint_mix(own, components))
+                    softmax.add("codes", mix_components(own, components))
                     softmax.add("codes_total", own.sum(-1, keepdim=True))
         for piece, some, where in self.pieces_in(start, stop):
             spread = weights.new_zeros(*weights.shape[:3], piece.count * piece.tokens)
             spread[..., some] = weights[..., where]
-            self._mix(softmax, piece, spread.unflatten(-1, (piece.count, piece.tokens)).permute(0, 3, 1, 2, 4))
+            self._mix_piece(softmax, piece, spread.unflatten(-1, (piece.count, piece.tokens)).permute(0, 3, 1, 2, 4))
         if (rest := self.full_in(start, stop)) is not None:
             with self.step("residual"):
                 softmax.add("full", weights[..., rest[1]] @ rest[0].to(self.kind))
 
-    def _mix(self, softmax: Softmax, piece: Piece, weights: Tensor) -> None:
+    def _mix_piece(self, softmax: Softmax, piece: Piece, weights: Tensor) -> None:
+        """Add a piece's values to the sums, with `weights` `[batch, blocks, heads, group, tokens]`."""
         assert self.chain is not None
         chain = self.chain
         with self.step("norms"):
-            scaled = _scaled(chain, piece, weights, None)
+            scaled = _multiply_norms(chain, piece, weights, None)
         with self.step("values"):
-            softmax.add("codes", _code_mix(chain, piece, scaled, self.states.shape[2]))
+            softmax.add("codes", _mix_codes(chain, piece, scaled, self.states.shape[2]))
         for shift in chain.shifts:
             with self.step("shifts"):
-                scaled = _scaled(chain, piece, weights, shift.norms)
-                offset = shift_of(shift, piece.blocks, self.states.shape[2], self.kind)
+                scaled = _multiply_norms(chain, piece, weights, shift.norms)
+                offset = decode_shift(shift, piece.blocks, self.states.shape[2], self.kind)
                 softmax.add(shift.name, (scaled.sum(-1, keepdim=True) * offset).sum(1))
 
     def total(self, softmax: Softmax) -> Queries:
-        """The weighted sum of the values, rotated back once."""
+        """The weighted sum of all values, from the sums of codes, shifts and full-precision values."""
         sums = softmax.sums
         if self.chain is None or "codes" not in sums:
             return sums["full"]
         if self.joint:
-            out = joint_values(self.states, self.chain, sums["codes"], sums["codes_total"])
+            out = restore_joint_values(self.states, self.chain, sums["codes"], sums["codes_total"])
             return out + sums["full"] if "full" in sums else out
         out = self.chain.rotate_back(sums["codes"], [sums[shift.name] for shift in self.chain.shifts])
         return out + sums["full"] if "full" in sums else out
 
 
-def _scaled(chain: LinearChain, piece: Piece, numbers: Tensor, names: tuple[str, ...] | None) -> Tensor:
-    """Scores or weights `[batch, blocks, heads, group, tokens]` times the norms `names` of their tokens (None: all)."""
-    norms = chain.factors(piece.blocks, names, piece.length, numbers.dtype)
+def _multiply_norms(chain: LinearChain, piece: Piece, numbers: Tensor, names: tuple[str, ...] | None) -> Tensor:
+    """`numbers` `[batch, blocks, heads, group, tokens]` times the norms `names` of their tokens (None: all)."""
+    norms = chain.norm_factors(piece.blocks, names, piece.length, numbers.dtype)
     return numbers if norms is None else numbers * norms[..., None, piece.inner]
 
 
-def _decoded(chain: LinearChain, piece: Piece, dim: int, kind: torch.dtype) -> Tensor:
-    """The decoded values of a piece, for a quantizer that treats tokens independently."""
+def _decode_piece(chain: LinearChain, piece: Piece, dim: int, kind: torch.dtype) -> Tensor:
+    """What the codes of a piece stand for, `[batch, blocks, heads, tokens, dim]`; tokens are coded independently."""
     blocks = {
         name: part
         for name, part in piece.blocks.items()
@@ -258,11 +266,12 @@ def _decoded(chain: LinearChain, piece: Piece, dim: int, kind: torch.dtype) -> T
     return chain.codec.quantizer.decode(blocks, torch.Size((*lead, piece.tokens, dim)), kind)
 
 
-def _codes(quantizer: UniformQuantizer, piece: Piece, kind: torch.dtype) -> Tensor:
+def _unpack_codes(quantizer: UniformQuantizer, piece: Piece, kind: torch.dtype) -> Tensor:
+    """The codes of a piece as numbers, `[batch, blocks, heads, tokens, dim]`."""
     return unpack_parts(piece.blocks, quantizer.bits, piece.tokens).to(kind)
 
 
-def grid(quantizer: UniformQuantizer, blocks: dict[str, Tensor], kind: torch.dtype) -> tuple[Tensor, Tensor]:
+def affine_grid(quantizer: UniformQuantizer, blocks: dict[str, Tensor], kind: torch.dtype) -> tuple[Tensor, Tensor]:
     """Step and lowest value of every group: a code decodes to `low + step · code`."""
     scale = blocks["scale"].to(kind)
     if quantizer.symmetric:
@@ -271,41 +280,41 @@ def grid(quantizer: UniformQuantizer, blocks: dict[str, Tensor], kind: torch.dty
     return scale, zero if quantizer.zero_point == "float" else -scale * zero
 
 
-def _code_scores(chain: LinearChain, piece: Piece, query: Float[Tensor, "batch 1 heads group dim"]) -> Tensor:
-    """`q · y_t` as `[batch, blocks, heads, group, tokens]`."""
+def _score_codes(chain: LinearChain, piece: Piece, query: Float[Tensor, "batch 1 heads group dim"]) -> Tensor:
+    """`q · y_t`, `[batch, blocks, heads, group, tokens]`, with `y_t` what token t's codes stand for."""
     quantizer, kind, dim = chain.codec.quantizer, query.dtype, query.shape[-1]
-    if not folds(quantizer):
-        return query @ _decoded(chain, piece, dim, kind).mT
-    codes, (scale, low) = _codes(quantizer, piece, kind), grid(quantizer, piece.blocks, kind)
+    if not is_affine(quantizer):
+        return query @ _decode_piece(chain, piece, dim, kind).mT
+    codes, (scale, low) = _unpack_codes(quantizer, piece, kind), affine_grid(quantizer, piece.blocks, kind)
     if quantizer.axis == "per_channel":
-        grouped = _grouped(codes, -2, scale.shape[-2], quantizer, piece.length)
+        grouped = _split_groups(codes, -2, scale.shape[-2], quantizer, piece.length)
         folded = query.unsqueeze(-3) * scale.unsqueeze(-2)  # [batch, blocks, heads, groups, group, dim]
         scores = folded @ grouped.mT + (query @ low.mT).mT.unsqueeze(-1)
         return scores.transpose(-3, -2).flatten(-2)[..., : piece.tokens]
-    grouped = _grouped(codes, -1, scale.shape[-1], quantizer, dim).transpose(-3, -2)
-    parts = _grouped(query, -1, scale.shape[-1], quantizer, dim).transpose(-3, -2)
+    grouped = _split_groups(codes, -1, scale.shape[-1], quantizer, dim).transpose(-3, -2)
+    parts = _split_groups(query, -1, scale.shape[-1], quantizer, dim).transpose(-3, -2)
     scores = (parts @ grouped.mT) * scale.mT.unsqueeze(-2) + parts.sum(-1, keepdim=True) * low.mT.unsqueeze(-2)
     return scores.sum(-3)
 
 
-def _code_mix(chain: LinearChain, piece: Piece, weights: Tensor, dim: int) -> Float[Tensor, "batch heads group dim"]:
-    """`Σ w_t y_t` over a piece, from `weights` `[batch, blocks, heads, group, tokens]`."""
+def _mix_codes(chain: LinearChain, piece: Piece, weights: Tensor, dim: int) -> Float[Tensor, "batch heads group dim"]:
+    """`Σ w_t y_t` over a piece's tokens t, from `weights` `[batch, blocks, heads, group, tokens]`."""
     quantizer, kind = chain.codec.quantizer, weights.dtype
-    if not folds(quantizer):
-        return (weights @ _decoded(chain, piece, dim, kind)).sum(1)
-    codes, (scale, low) = _codes(quantizer, piece, kind), grid(quantizer, piece.blocks, kind)
+    if not is_affine(quantizer):
+        return (weights @ _decode_piece(chain, piece, dim, kind)).sum(1)
+    codes, (scale, low) = _unpack_codes(quantizer, piece, kind), affine_grid(quantizer, piece.blocks, kind)
     if quantizer.axis == "per_channel":
-        grouped = _grouped(codes, -2, scale.shape[-2], quantizer, piece.length)
-        parts = _grouped(weights, -1, scale.shape[-2], quantizer, piece.length).transpose(-3, -2)
+        grouped = _split_groups(codes, -2, scale.shape[-2], quantizer, piece.length)
+        parts = _split_groups(weights, -1, scale.shape[-2], quantizer, piece.length).transpose(-3, -2)
         mixed = (parts @ grouped) * scale.unsqueeze(-2) + parts.sum(-1, keepdim=True) * low.unsqueeze(-2)
         return mixed.sum((1, 3))
-    grouped = _grouped(codes, -1, scale.shape[-1], quantizer, dim).transpose(-3, -2)
+    grouped = _split_groups(codes, -1, scale.shape[-1], quantizer, dim).transpose(-3, -2)
     mixed = (weights.unsqueeze(-3) * scale.mT.unsqueeze(-2)) @ grouped  # [batch, blocks, heads, groups, group, size]
     mixed = mixed + (weights @ low).mT.unsqueeze(-1)
     return mixed.transpose(-3, -2).flatten(-2)[..., :dim].sum(1)
 
 
-def _grouped(x: Tensor, axis: int, groups: int, quantizer: UniformQuantizer, length: int) -> Tensor:
+def _split_groups(x: Tensor, axis: int, groups: int, quantizer: UniformQuantizer, length: int) -> Tensor:
     """The axis in `groups` groups of the quantizer's size, a short last one padded with zeros.
 
     `length` is that of the whole axis, of which `x` may hold a part.

@@ -57,8 +57,8 @@ class PackedStates:
         rope: the rotations of the packed tokens, from the first on, for a codec that undoes them.
         sinks: so many tokens at the beginning of `full` come before the packed ones in the text. Attention is the same
             in any order of tokens that keys and values share.
-        own: the heads of `packed` that these are, the others being of the other side (`StoredWithKeys`); None: all.
-            Tokens in full precision have no others.
+        heads: of `packed`, these heads are meant, as others are of the other side (`StoredWithKeys`); None: all. `full`
+            has no others.
     """
 
     codec: Codec | None
@@ -66,12 +66,12 @@ class PackedStates:
     full: Float[Tensor, "batch heads _tokens head_dim"] | None
     rope: Rope | None = None
     sinks: int = 0
-    own: slice | None = None
+    heads: slice | None = None
 
-    def of_heads(self, heads: slice) -> PackedStates:
-        """The same tokens with only these heads; stored components, which all heads share, stay whole (`own`)."""
+    def select_heads(self, heads: slice) -> PackedStates:
+        """The same tokens with only these heads; stored components, which all heads share, stay whole (`heads`)."""
         full = None if self.full is None else self.full[:, heads]
-        return replace(self, full=full, own=heads)
+        return replace(self, full=full, heads=heads)
 
     def without_sinks(self, count: int) -> PackedStates:
         """The same tokens without the first `count` sinks."""
@@ -103,27 +103,31 @@ class PackedStates:
         if self.full is not None:
             return self.full.shape[0], self.full.shape[1], self.full.shape[3]
         first = self.packed[0]
-        heads = first.heads if self.own is None else self.own.stop - self.own.start
+        heads = first.heads if self.heads is None else self.heads.stop - self.heads.start
         return first.batch, heads, first.head_dim
 
 
 @dataclass(frozen=True)
 class Shift:
-    """A shift of the chain: its name, and the rotations and norms that precede it in encoding.
+    """A stage that subtracts a vector from the tokens of a block.
 
-    `turned`: RoPE has been undone before it, so each token's own rotation applies to the shift.
+    Attributes:
+        name: of the stage in the codec.
+        rotations: how many of the chain's rotations precede it in encoding.
+        norms: names of the norms that precede it in encoding.
+        after_rope: RoPE is undone before it, so RoPE at each token's position applies to the vector.
     """
 
     name: str
     stage: ChannelShift
     rotations: int
     norms: tuple[str, ...]
-    turned: bool
+    after_rope: bool
 
 
 @dataclass(frozen=True)
 class LinearChain:
-    """A codec's chain whose steps are linear, so that attention can apply them to query and output; see the module.
+    """A codec whose stages are linear, so that attention applies them to query and output; see the module.
 
     `joint`: the transform of all heads of a token together, if there is one; then there is nothing else but RoPE.
     """
@@ -137,7 +141,7 @@ class LinearChain:
     def rotate(
         self, query: Float[Tensor, "*lead rows dim"], count: int | None = None, start: int = 0
     ) -> Float[Tensor, "*lead rows d"]:
-        """The query after the first `count` rotations (None: all), of which it already has `start`."""
+        """The query after the rotations `start` to `count` (None: to the last)."""
         for stage in self.rotations[start:count]:
             query = stage.forward(query)[0]
         return query
@@ -145,9 +149,9 @@ class LinearChain:
     def rotate_back(
         self, mixed: Float[Tensor, "*lead rows dim"], shifts: list[Float[Tensor, "*lead rows dim"]] | None = None
     ) -> Float[Tensor, "*lead rows dim"]:
-        """Undo the rotations of a weighted sum, adding the sum of each shift where the chain adds it.
+        """Undo the rotations of a weighted sum of decoded codes.
 
-        `shifts`: None: `mixed` holds them.
+        `shifts`: weighted sums of each shift's vectors, which are added where decoding adds them; None: none.
         """
         out = mixed
         for index in range(len(self.rotations), -1, -1):
@@ -158,10 +162,10 @@ class LinearChain:
                 out = self.rotations[index - 1].inverse(out, {})
         return out
 
-    def factors(
+    def norm_factors(
         self, blocks: dict[str, Tensor], names: tuple[str, ...] | None, tokens: int, dtype: torch.dtype
     ) -> Float[Tensor, "*lead heads tokens"] | None:
-        """The product of the norms `names` (None: all, and the gain) of every token of whole blocks."""
+        """The factor of each token of whole blocks: the product of its norms `names` (None: all, and the gain)."""
         out = None
         for name in self.norms if names is None else names:
             stage, prefix = self.norms[name], f"{name}."
@@ -176,8 +180,8 @@ class LinearChain:
 
 
 @functools.lru_cache(maxsize=1024)
-def linear_chain_of(codec: Codec) -> LinearChain:
-    """The `LinearChain` of a codec.
+def build_linear_chain(codec: Codec) -> LinearChain:
+    """The stages of a codec by what attention on packed codes does with them.
 
     Raises:
         Unsupported: a stage or quantizer that attention on packed codes does not support.
@@ -186,7 +190,7 @@ def linear_chain_of(codec: Codec) -> LinearChain:
         raise Unsupported("cache.attention=packed: values that are stored with keys are read with them")
     if codec.stores_lists:
         raise Unsupported(f"cache.attention=packed: {type(codec).__name__} stores lists, which need decoded tokens")
-    if (joint := joint_of(codec)) is not None:
+    if (joint := find_joint_transform(codec)) is not None:
         return LinearChain(codec, (), {}, (), joint)
     rotations: list[Stage] = []
     norms: dict[str, TokenNorm] = {}
@@ -208,13 +212,13 @@ def linear_chain_of(codec: Codec) -> LinearChain:
     if isinstance(codec, HeadsCodec):
         raise Unsupported("cache.attention=packed: heads with bits of their own need decoded tokens")
     quantizer = codec.quantizer
-    if quantizer.attended_as != "states" or (not folds(quantizer) and quantizer.token_group != 1):
+    if quantizer.attended_as != "states" or (not is_affine(quantizer) and quantizer.token_group != 1):
         raise Unsupported(f"cache.attention=packed: codes of {type(quantizer).__name__} cannot be scored as they are")
     return LinearChain(codec, tuple(rotations), norms, tuple(shifts))
 
 
-def joint_of(codec: Codec) -> JointTransform | None:
-    """The transform of all heads of a token that ends a codec's stages, behind none but RoPE; None: there is none."""
+def find_joint_transform(codec: Codec) -> JointTransform | None:
+    """The joint transform of all heads that is a codec's last stage, with none but RoPE before it; else None."""
     if not codec.stages or codec.token_group != 1 or codec.quantizer.attended_as != "components":
         return None
     *before, last = (stage for _, stage in codec.stages)
@@ -222,23 +226,23 @@ def joint_of(codec: Codec) -> JointTransform | None:
     return last if alone and isinstance(last, JointTransform) else None
 
 
-def folds(quantizer: Quantizer) -> TypeGuard[UniformQuantizer]:
-    """Codes stand for `lo + scale * code`, which the query and the weights can absorb."""
+def is_affine(quantizer: Quantizer) -> TypeGuard[UniformQuantizer]:
+    """Whether values are `low + scale · code`, so that query and weights can absorb `low` and `scale`."""
     return isinstance(quantizer, UniformQuantizer) and quantizer.is_affine
 
 
 def is_per_channel(quantizer: Quantizer) -> bool:
-    """Whether statistics are shared along tokens."""
+    """Whether a scale is shared by tokens of a channel, not by channels of a token."""
     return isinstance(quantizer, UniformQuantizer) and quantizer.axis == "per_channel"
 
 
 def group_size(quantizer: Quantizer) -> int | None:
-    """Tokens or channels that share statistics; None: all, or there are none."""
+    """Tokens or channels that share a scale; None: all, or there is no scale."""
     return quantizer.group_size if isinstance(quantizer, UniformQuantizer | SignedMaxQuantizer) else None
 
 
-def continues(run: BlockRun, quantizer: Quantizer) -> bool:
-    """Whether the blocks of a run are contiguous like one block: whole bytes, whole groups."""
+def is_contiguous(run: BlockRun, quantizer: Quantizer) -> bool:
+    """Whether the blocks of a run can be read as one block: each ends with whole bytes and whole groups."""
     if run.count == 1:
         return True
     whole_bytes = isinstance(quantizer, VectorQuantizer) or run.tokens % 8 == 0
@@ -247,11 +251,11 @@ def continues(run: BlockRun, quantizer: Quantizer) -> bool:
 
 
 def is_rotation(stage: Stage) -> bool:
-    """The stage is one orthogonal matrix for every token."""
+    """Whether the stage multiplies every token by the same orthogonal matrix."""
     return stage.orthogonal and not stage.uses_rope and hasattr(stage, "matrix")
 
 
-def turned_scores(
+def score_rotated(
     query: Float[Tensor, "batch one heads group dim"], offset: Float[Tensor, "batch blocks heads 1 dim"], rope: Rope
 ) -> Float[Tensor, "batch blocks heads group tokens"]:
     """`q · R_t o` for the vector `o` of each block, from products of pairs of channels and the tokens' angles.

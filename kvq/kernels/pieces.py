@@ -21,7 +21,7 @@ from torch import Tensor
 from kvq.codecs import Rope, UniformQuantizer
 from kvq.codecs.packed import BlockRun, plane_widths
 from kvq.codecs.stages import decode_side
-from kvq.kernels.linear_chain import LinearChain, PackedStates, Shift, turned_scores
+from kvq.kernels.linear_chain import LinearChain, PackedStates, Shift, score_rotated
 
 TILE = 2048
 """Tokens per piece."""
@@ -50,7 +50,7 @@ class Piece:
 
     @property
     def count(self) -> int:
-        """Blocks."""
+        """Number of blocks."""
         return next(iter(self.blocks.values())).shape[1]
 
     @property
@@ -64,17 +64,18 @@ class Piece:
         return self.start + self.count * self.tokens
 
 
-def pieces(states: PackedStates, chain: LinearChain, first: int = 0) -> Iterator[Piece]:
+def iter_pieces(states: PackedStates, chain: LinearChain, first: int = 0) -> Iterator[Piece]:
     """The packed prefix in pieces of about `TILE` tokens; those that hold tokens from `first` on."""
     for start, run, parts in states.runs():
-        for piece in _run(states.shape[2], chain, run.blocks(parts), run.tokens, run.count, start, states.rope):
+        for piece in _cut_run(states.shape[2], chain, run.blocks(parts), run.tokens, run.count, start, states.rope):
             if piece.stop > first:
                 yield piece
 
 
-def _run(
+def _cut_run(
     dim: int, chain: LinearChain, views: dict[str, Tensor], length: int, count: int, start: int, rope: Rope | None
 ) -> Iterator[Piece]:
+    """The pieces of `count` blocks of `length` tokens, from token `start` on; `views`: parts cut into blocks."""
     if length <= TILE:
         together = TILE // length
         for block in range(0, count, together):
@@ -84,27 +85,27 @@ def _run(
             turned = None if rope is None else rope.narrow(at, length * number).blocks(length, number)
             yield Piece(at, blocks, length, slice(0, length), turned)
         return
-    step = _step(chain)
+    step = _part_tokens(chain)
     for block in range(count):
         for begin in range(0, length, step):
             inner = slice(begin, min(begin + step, length))
             at = start + block * length + begin
-            blocks = {name: _cut(chain, name, view.narrow(1, block, 1), inner, dim) for name, view in views.items()}
+            blocks = {key: _cut_rows(chain, key, part.narrow(1, block, 1), inner, dim) for key, part in views.items()}
             size = inner.stop - inner.start
             turned = None if rope is None else rope.narrow(at, size).blocks(size, 1)
             yield Piece(at, blocks, length, inner, turned)
 
 
-def _step(chain: LinearChain) -> int:
-    """Tokens of a part of a block: whole groups, whole bytes."""
+def _part_tokens(chain: LinearChain) -> int:
+    """Tokens of a piece of a block that is longer than `TILE`: whole groups and whole bytes."""
     quantizer = chain.codec.quantizer
     grouped = isinstance(quantizer, UniformQuantizer) and quantizer.axis == "per_channel" and quantizer.group_size
     group = math.lcm(8, grouped or 1)
     return max(1, TILE // group) * group
 
 
-def _cut(chain: LinearChain, name: str, part: Tensor, inner: slice, head_dim: int) -> Tensor:
-    """Rows of a quantizer's part that belong to the tokens `inner`; side information of stages stays whole."""
+def _cut_rows(chain: LinearChain, name: str, part: Tensor, inner: slice, head_dim: int) -> Tensor:
+    """The rows of a stored part for the tokens `inner` of a block; side information of stages stays whole."""
     if name == "gain" or ("." in name and not name.startswith("codes.")):
         return part
     quantizer = chain.codec.quantizer
@@ -125,19 +126,19 @@ _Blocks = tuple[int, BlockRun, dict[str, Tensor]]
 def shift_scores(
     states: PackedStates, shifts: Sequence[Shift], chain: LinearChain, query: Float[Tensor, "batch heads group dim"]
 ) -> Float[Tensor, "batch heads group tokens"] | None:
-    """What shifts add to the scores of the packed tokens, in fp32; None: there are none."""
+    """What shifts add to the scores of the packed tokens, in fp32; None: there are no shifts."""
     found = None
     for shift in shifts:
         seen = chain.rotate(query, shift.rotations)[:, None]
         pieces = []
-        for start, run, blocks in runs_of(states):
-            offset = shift_of(shift, blocks, states.shape[2], torch.float32)
-            if shift.turned and states.rope is not None:
+        for start, run, blocks in iter_runs(states):
+            offset = decode_shift(shift, blocks, states.shape[2], torch.float32)
+            if shift.after_rope and states.rope is not None:
                 rope = states.rope.narrow(start, run.tokens * run.count).blocks(run.tokens, run.count)
-                more = turned_scores(seen, offset, rope)
+                more = score_rotated(seen, offset, rope)
             else:
                 more = (seen @ offset.mT).expand(*offset.shape[:3], query.shape[2], run.tokens)
-            if (norms := chain.factors(blocks, shift.norms, run.tokens, torch.float32)) is not None:
+            if (norms := chain.norm_factors(blocks, shift.norms, run.tokens, torch.float32)) is not None:
                 more = more * norms[..., None, :]
             pieces.append(more.permute(0, 2, 3, 1, 4).flatten(-2))
         moved = pieces[0] if len(pieces) == 1 else torch.cat(pieces, -1)
@@ -149,33 +150,33 @@ def shift_terms(
     chain: LinearChain, shift: Shift, blocks: dict[str, Tensor], run: BlockRun, dim: int
 ) -> tuple[Float[Tensor, "batch blocks heads dim"], Float[Tensor, "batch _heads tokens"] | None]:
     """The vectors of a run's blocks, and the factor of each token (None: 1), contiguous, in fp32."""
-    offset = shift_of(shift, blocks, dim, torch.float32)[..., 0, :]
-    norms = chain.factors(blocks, shift.norms, run.tokens, torch.float32)
+    offset = decode_shift(shift, blocks, dim, torch.float32)[..., 0, :]
+    norms = chain.norm_factors(blocks, shift.norms, run.tokens, torch.float32)
     return offset, None if norms is None else norms.transpose(1, 2).flatten(2).contiguous()
 
 
-def shift_of(
+def decode_shift(
     shift: Shift, blocks: dict[str, Tensor], dim: int, dtype: torch.dtype
 ) -> Float[Tensor, "batch blocks heads 1 dim"]:
-    """The vector of each block."""
+    """The vector of a shift for each block, from its stored side information."""
     prefix = f"{shift.name}."
     side = {name.removeprefix(prefix): part for name, part in blocks.items() if name.startswith(prefix)}
     side = {name: part.to(dtype) if part.is_floating_point() else part for name, part in side.items()}
     return decode_side("offset", side, shift.stage.double_quant, 1, dim, dtype)
 
 
-def runs_of(states: PackedStates) -> Iterator[_Blocks]:
-    """Each run of blocks: its first token, and its parts cut into blocks."""
+def iter_runs(states: PackedStates) -> Iterator[_Blocks]:
+    """Each run of blocks: its first token, and its parts `[batch, blocks, heads, rows, columns]`."""
     for start, run, parts in states.runs():
         yield start, run, run.blocks(parts)
 
 
-def joint_pieces(
+def decode_components(
     states: PackedStates, start: int, stop: int, kind: torch.dtype
 ) -> Iterator[tuple[slice, Float[Tensor, "batch heads tokens dim"]]]:
-    """Components of the packed tokens `start` to `stop`, as a joint transform's `inverse` takes them, in pieces.
+    """Components of the packed tokens `start` to `stop` of a joint transform, in pieces with the slice that each fills.
 
-    With the slice of the range that a piece fills. A token has a row in every stored part, as it stands for itself.
+    Tokens are coded independently, so each has a row in every stored part.
     """
     assert states.codec is not None
     held = 0
@@ -189,38 +190,38 @@ def joint_pieces(
         held += packed.tokens
 
 
-def joint_keys(
+def decode_joint_keys(
     states: PackedStates, chain: LinearChain, start: int, stop: int, kind: torch.dtype
 ) -> Iterator[tuple[slice, Float[Tensor, "batch heads tokens dim"]]]:
-    """The decoded keys of the packed tokens `start` to `stop`, as `joint_pieces`."""
+    """The decoded keys of the packed tokens `start` to `stop`, as `decode_components`."""
     assert chain.joint is not None
-    for where, components in joint_pieces(states, start, stop, kind):
-        keys = chain.joint.inverse(components, {}, states.own)
+    for where, components in decode_components(states, start, stop, kind):
+        keys = chain.joint.inverse(components, {}, states.heads)
         if states.rope is not None:
             rope = states.rope.narrow(start + where.start, where.stop - where.start)
             keys = replace(rope, cos=rope.cos[:, None], sin=rope.sin[:, None]).rotate(keys)
         yield where, keys
 
 
-def joint_mix(
+def mix_components(
     weights: Float[Tensor, "batch heads group tokens"], components: Float[Tensor, "batch _heads tokens dim"]
 ) -> Float[Tensor, "batch heads group n"]:
-    """Sums of the components of all heads, weighted for each query."""
+    """Sums over tokens of the components of all heads, weighted for each query: `n` = heads · dim."""
     mixed = weights.flatten(1, 2) @ components.transpose(-3, -2).flatten(-2)
     return mixed.unflatten(1, weights.shape[1:3])
 
 
-def joint_values(
+def restore_joint_values(
     states: PackedStates,
     chain: LinearChain,
     mixed: Float[Tensor, "batch heads group n"],
     total: Float[Tensor, "batch heads group 1"],
 ) -> Float[Tensor, "batch heads group dim"]:
-    """The values that sums of components stand for; `total`: the sums of their weights."""
+    """Weighted sums of values from weighted sums of components; `total`: the sums of the weights."""
     assert chain.joint is not None
     heads, group, dim = *total.shape[1:3], states.shape[2]
     whole = total.clamp_min(torch.finfo(total.dtype).tiny)
     rows = (mixed / whole).flatten(1, 2)
-    found = chain.joint.inverse(rows.unflatten(-1, (-1, dim)).transpose(-3, -2), {}, states.own)
+    found = chain.joint.inverse(rows.unflatten(-1, (-1, dim)).transpose(-3, -2), {}, states.heads)
     own = found.unflatten(2, (heads, group)).diagonal(dim1=1, dim2=2)  # each query's own head, last
     return own.permute(0, 3, 1, 2) * total

@@ -21,7 +21,7 @@ from kvq.config.method import BackendConfig
 from kvq.config.residual import Residual, ResidualSide
 from kvq.config.run import Mla, WindowLayers
 from kvq.errors import ConfigError, Unsupported
-from kvq.kernels import linear_chain_of
+from kvq.kernels import build_linear_chain
 from kvq.methods.kept_keys import layer_indices, make_side, packed_side_of
 from kvq.methods.merged import MergedRotation
 from kvq.methods.policies import Capability, Policy, check_needs, check_pairs, method_traits
@@ -242,7 +242,7 @@ class Method:
             )
         for method in (self, *self.by_layer):
             for codec in filter(None, (method.key, None if self.joins_sides else method.value)):
-                linear_chain_of(codec)
+                build_linear_chain(codec)
 
     def layers(
         self,

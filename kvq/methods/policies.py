@@ -17,7 +17,7 @@ from kvq.codecs import Codec
 from kvq.config.residual import Policy as ResidualPolicy
 from kvq.config.residual import Residual
 from kvq.errors import Unsupported
-from kvq.kernels import joint_of
+from kvq.kernels.linear_chain import find_joint_transform
 
 Capability = Literal[
     "codecs_alone",
@@ -177,7 +177,7 @@ def method_traits(method: Any) -> Iterator[Policy]:
     codecs = {side: codec for side in ("key", "value") if (codec := getattr(method, side)) is not None}
     bits, kept = method.bits, method.residual
     joined = _JOINS_SIDES
-    if method.joins_sides and (method.key is None or joint_of(method.key) is None):
+    if method.joins_sides and (method.key is None or find_joint_transform(method.key) is None):
         joined = replace(joined, excludes=joined.excludes | {"packed_attention"})
     holds = {
         _BACKEND: method.backend is not None,

@@ -31,7 +31,7 @@ from kvq.codecs import Codec, Packed, Rope, TokenNorm
 from kvq.codecs.quantizers import Parts
 from kvq.config.diagnostics import Regime
 from kvq.errors import Unsupported
-from kvq.kernels import watched
+from kvq.kernels import time_steps
 from kvq.methods.method import Method
 from kvq.models import LoadedModel
 from kvq.results.provenance import now, timed
@@ -163,7 +163,7 @@ def watched_decode(loaded: LoadedModel, method: Method, prompt: Tensor, new_toke
     """Seconds of decoding `new_tokens` after the prompt and of the steps of its attention, both per token."""
     cache, steps = KVCache(loaded, method, attention="packed"), dict[str, float]()
     token = next_token(loaded, prompt, cache)
-    with watched(functools.partial(timed, steps, device=loaded.device)):
+    with time_steps(functools.partial(timed, steps, device=loaded.device)):
         took = sum(decode(loaded, cache, token, new_tokens))
     return {
         "step_seconds_mean": took / new_tokens,

@@ -28,11 +28,11 @@ from kvq.errors import Unsupported
 from kvq.kernels.linear_chain import (
     LinearChain,
     PackedStates,
-    continues,
-    folds,
+    build_linear_chain,
     group_size,
+    is_affine,
+    is_contiguous,
     is_per_channel,
-    linear_chain_of,
 )
 from kvq_kernels.cpu_loops import Grid, loops_for
 from kvq_kernels.cpu_stored import (
@@ -176,7 +176,7 @@ class _Side:
         if reason is not None:
             raise Unsupported(f"cache.attention=packed: {reason}")
         assert states.codec is not None
-        quantizer, chain, dim = states.codec.quantizer, linear_chain_of(states.codec), states.shape[2]
+        quantizer, chain, dim = states.codec.quantizer, build_linear_chain(states.codec), states.shape[2]
         loops, tables = _loops(quantizer, dim)
         segments = list(_segments(states, quantizer))
         return _Side(chain, list_stored(states), segments, loops, tables, dim, _full_segment(states))
@@ -241,7 +241,7 @@ def _grid(quantizer: Quantizer, dim: int) -> tuple[Grid, bool]:
     if isinstance(quantizer, SignedMaxQuantizer):
         channels = min(quantizer.group_size or dim, dim)
         return Grid(dim, channels, plane_widths(quantizer.bits), "symmetric", 2 ** (quantizer.bits - 1)), False
-    assert folds(quantizer)
+    assert is_affine(quantizer)
     low = "symmetric" if quantizer.symmetric else quantizer.zero_point
     channels = min(quantizer.group_size or dim, dim) if quantizer.axis == "per_token" else dim
     top = 2 ** (quantizer.bits - 1) - 1
@@ -252,12 +252,12 @@ def unfit_reason(states: PackedStates) -> str | None:
     """The reason why these loops cannot read a side; None: they can."""
     if states.codec is None or not states.packed:
         return "nothing is packed"
-    linear_chain_of(states.codec)
+    build_linear_chain(states.codec)
     quantizer = states.codec.quantizer
     if (reason := _unread_reason(quantizer)) is not None:
         return reason
     runs = [run for packed in states.packed for run in packed.runs]
-    if sum(1 if continues(run, quantizer) else run.count for run in runs) > SEGMENTS:
+    if sum(1 if is_contiguous(run, quantizer) else run.count for run in runs) > SEGMENTS:
         return "blocks whose length is no multiple of 8 and of the group"
     size = group_size(quantizer)
     if is_per_channel(quantizer):
@@ -277,7 +277,7 @@ def _unread_reason(quantizer: Quantizer) -> str | None:
         return None if quantizer.bits <= MOST_BITS else f"{name} of {quantizer.bits} bits has no loops for a CPU"
     if isinstance(quantizer, VectorQuantizer):
         return None
-    if not folds(quantizer) and not isinstance(quantizer, SignedMaxQuantizer):
+    if not is_affine(quantizer) and not isinstance(quantizer, SignedMaxQuantizer):
         return f"{name} has no loops for a CPU"
     return f"{quantizer.bits} bits have no loops for a CPU" if quantizer.bits > 8 else None
 
@@ -285,7 +285,7 @@ def _unread_reason(quantizer: Quantizer) -> str | None:
 def _segments(states: PackedStates, quantizer: Quantizer) -> Iterator[Segment]:
     """The segments of the packed prefix: each run of blocks, or each block where bytes are not contiguous."""
     for start, run, parts in states.runs():
-        piece = run if continues(run, quantizer) else dataclasses.replace(run, count=1)
+        piece = run if is_contiguous(run, quantizer) else dataclasses.replace(run, count=1)
         along = run.tokens if is_per_channel(quantizer) else states.shape[2]
         size, tokens = min(group_size(quantizer) or along, along), run.tokens * piece.count
         for index in range(run.count // piece.count):

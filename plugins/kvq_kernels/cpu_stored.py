@@ -255,7 +255,7 @@ class KeyShifts:
     ) -> KeyShifts:
         steps = []
         for shift in chain.shifts:
-            rope = states.rope if shift.turned else None
+            rope = states.rope if shift.after_rope else None
             angles = [torch.zeros(1, 1, 1)] * 2 if rope is None else [rope.cos, rope.sin]
             pairs = 0 if rope is None else rope.cos.shape[-1]
             half = angles[0].dtype is torch.bfloat16
@@ -299,7 +299,7 @@ def _mix_blocks(weights, factors, vectors, start, length, out):
 @functools.cache
 @no_type_check
 def turned_loop(pairs: int, half: bool, interleaved: bool):
-    """The loop that adds the scores of a shift of keys, turned by each token's angles (`turned_scores`), to `out`.
+    """The loop that adds the scores of a shift of keys, turned by each token's angles (`score_rotated`), to `out`.
 
     `(queries, vectors, angles, factors, start, length, out)`: `queries` `[heads, group, dim]`, one of `vectors`
     `[heads or 1, blocks, dim]` for each `length` tokens from `start` on, `angles`: cosines and sines `[tokens, pairs]`
@@ -312,7 +312,7 @@ def turned_loop(pairs: int, half: bool, interleaved: bool):
     step, apart = (2, 1) if interleaved else (1, pairs)
 
     @numba.njit(**OPTIONS)
-    def turned(query, vectors, angles, factors, start, length, out):
+    def after_rope(query, vectors, angles, factors, start, length, out):
         group, dim = query.shape
         found = np.zeros((group, TILE + 8), np.float32)
         products, rest = np.empty((group, 2 * pairs), np.float32), np.empty(group, np.float32)

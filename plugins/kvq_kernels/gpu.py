@@ -25,11 +25,11 @@ from kvq.errors import Unsupported
 from kvq.kernels.linear_chain import (
     LinearChain,
     PackedStates,
-    continues,
-    folds,
+    build_linear_chain,
     group_size,
+    is_affine,
+    is_contiguous,
     is_per_channel,
-    linear_chain_of,
 )
 from kvq.kernels.pieces import shift_scores, shift_terms
 from kvq_kernels import triton_loops
@@ -66,11 +66,11 @@ def unfit_reason(states: PackedStates) -> str | None:
     """The reason why these kernels cannot read a side; None: they can."""
     if states.codec is None or not states.packed:
         return "nothing is packed"
-    chain, quantizer = linear_chain_of(states.codec), states.codec.quantizer
+    chain, quantizer = build_linear_chain(states.codec), states.codec.quantizer
     name = type(quantizer).__name__
     if isinstance(quantizer, LloydMaxQuantizer) and quantizer.unit:
         return f"{name} with tokens scaled to norm 1 has no Triton kernel"
-    if not folds(quantizer) and not isinstance(quantizer, LloydMaxQuantizer | SignedMaxQuantizer | VectorQuantizer):
+    if not is_affine(quantizer) and not isinstance(quantizer, LloydMaxQuantizer | SignedMaxQuantizer | VectorQuantizer):
         return f"{name} has no Triton kernel"
     if quantizer.bits > 8:
         return f"{name} of {quantizer.bits} bits has no Triton kernel"
@@ -80,7 +80,7 @@ def unfit_reason(states: PackedStates) -> str | None:
 
 
 def _unfit_run_reason(chain: LinearChain, quantizer: Quantizer, run: BlockRun) -> str | None:
-    if not continues(run, quantizer):
+    if not is_contiguous(run, quantizer):
         return f"blocks of {run.tokens} tokens do not continue each other"
     if chain.shifts and run.count > 1 and run.tokens % TILE:
         return f"blocks of {run.tokens} tokens with a shift each are no multiple of {TILE}"
@@ -96,7 +96,7 @@ def _sides(states: PackedStates, mixed: bool) -> Iterator[_Side]:
     if reason is not None:
         raise Unsupported(f"cache.attention=packed: {reason}")
     assert states.codec is not None
-    chain, quantizer = linear_chain_of(states.codec), states.codec.quantizer
+    chain, quantizer = build_linear_chain(states.codec), states.codec.quantizer
     for packed in states.packed:
         for run, views in packed.by_run():
             if _unfit_run_reason(chain, quantizer, run) is not None:
@@ -164,7 +164,7 @@ def _norms(chain: LinearChain, parts: dict[str, Tensor], run: BlockRun) -> Tenso
         return None
     if len(names) == 1 and names[0] in parts:
         return parts[names[0]][..., 0]
-    product = chain.factors(run.blocks(parts), None, run.tokens, torch.float32)
+    product = chain.norm_factors(run.blocks(parts), None, run.tokens, torch.float32)
     assert product is not None
     return product.transpose(1, 2).flatten(2).contiguous()
 

@@ -35,7 +35,7 @@ from kvq.codecs import (
 )
 from kvq.codecs.lloyd_max import StartingCodebook
 from kvq.errors import ConfigError, DataError, Unsupported
-from kvq.kernels import linear_chain_of
+from kvq.kernels import build_linear_chain
 from kvq.methods.build import build_method
 from kvq.tasks.memory import layout
 
@@ -152,7 +152,7 @@ UNSUPPORTED = {
     "'codes' has 9 bits; indices of 1 to 8": lambda: HuffmanCodec({}, [], uniform(9)),
     "'codes' has 16 bits": lambda: HuffmanCodec({}, [], VectorQuantizer(2)),
     "a split takes a kvq.codecs.Codec, not a HuffmanCodec": lambda: ChannelSplit(1, HUFFMAN, PLAIN),
-    "cache.attention=packed: HuffmanCodec stores": lambda: linear_chain_of(HUFFMAN),
+    "cache.attention=packed: HuffmanCodec stores": lambda: build_linear_chain(HUFFMAN),
     "its bytes follow the values": lambda: layout(HUFFMAN, 64, 1, 64, torch.float16, 32),
     "a low-rank correction takes a kvq.codecs.Codec, not a HuffmanCodec": lambda: LowRankCorrection(HUFFMAN),
     "a low-rank correction has no token positions": lambda: LowRankCorrection(ROPE),

@@ -13,7 +13,7 @@ def decoded(states: PackedStates) -> torch.Tensor:
     for packed in states.packed:
         rope = None if states.rope is None else states.rope.narrow(start, packed.tokens)
         start += packed.tokens
-        own = slice(None) if states.own is None else states.own
+        own = slice(None) if states.heads is None else states.heads
         parts.append(states.codec.decode(dataclasses.replace(packed, dtype=torch.float64), rope)[:, own])
     if states.full is not None:
         parts.append(states.full.double())

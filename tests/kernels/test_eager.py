@@ -13,7 +13,7 @@ import kvq.kernels
 from kvq.codecs import Codec, Hadamard, TokenNorm, UniformQuantizer, rope_table
 from kvq.config.method import BITS
 from kvq.errors import Unsupported
-from kvq.kernels import PackedStates, linear_chain_of, pieces, watched
+from kvq.kernels import PackedStates, build_linear_chain, pieces, time_steps
 from kvq.kernels.eager import STEPS, attend
 from kvq.kernels.pieces import TILE
 from tests.cache.states import nearest_bits
@@ -123,7 +123,7 @@ def test_every_method_or_its_reason(name):
     method = build(name, torch.randn(1, 2, 128, dim), nearest_bits(name))
     if name in REFUSED:
         with pytest.raises(Unsupported, match=f"cache.attention=packed: {REFUSED[name]}"):
-            [linear_chain_of(codec) for codec in (method.key, method.value)]
+            [build_linear_chain(codec) for codec in (method.key, method.value)]
         return
     rope = rope_table(200, 64)
     keys, values = (
@@ -158,7 +158,7 @@ def test_long_blocks_are_cut(name):
 
 @pytest.mark.parametrize("name", ["nsnquant", "oscar", "kivi", "waterfill/scalar"])
 def test_watched_steps_give_the_same(name):
-    """Watched attention opens every step and gives what it gives unwatched, bit for bit."""
+    """Watched attention opens every step and gives what it gives untimed, bit for bit."""
     method = build(name, torch.randn(1, 2, 256, 64))
     rope = rope_table(200, 64) if method.key.uses_rope else None
     keys, values = oracle.states(method.key, 128, 9, rope=rope), oracle.states(method.value, 96, 41, seed=1)
@@ -170,11 +170,11 @@ def test_watched_steps_give_the_same(name):
         yield
 
     plain = attend(query(4, 64), keys, values, 0.125)
-    with watched(step):
+    with time_steps(step):
         found = kvq.kernels.attend(query(4, 64), keys, values, 0.125)
     assert torch.equal(found, plain)
     assert seen.count("attention") == seen.count("rotation") == seen.count("joining") == 1
-    chain = linear_chain_of(method.key)
+    chain = build_linear_chain(method.key)
     assert set(seen) == {*STEPS, "attention"} - (set() if chain.shifts else {"shifts"}) - (
         {"norms"} if chain.joint else set()
     )
@@ -236,7 +236,7 @@ def test_keys_and_values_in_the_same_components(together, paired, bits, heads, b
     first = data.draw(st.integers(0, total - 1))
     both = oracle.states(method.key, packed, total - packed, heads=2 * heads, dim=8, batch=batch, block=32,
                          rope=rope_table(total, 8), dtype=torch.float64)  # fmt: skip
-    keys, values = both.of_heads(slice(0, heads)), both.of_heads(slice(heads, 2 * heads))
+    keys, values = both.select_heads(slice(0, heads)), both.select_heads(slice(heads, 2 * heads))
     assert keys.shape == values.shape == (batch, heads, 8)
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(pieces, "JOINT_TILE", 37 * 2 * heads * 8)

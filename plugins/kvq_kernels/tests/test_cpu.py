@@ -13,8 +13,8 @@ from kvq.codecs import ChannelShift, Codec, DoubleQuant, TokenNorm, UniformQuant
 from kvq.codecs.quantizers import Axis
 from kvq.codecs.stages import Scope
 from kvq.errors import Unsupported
-from kvq.kernels.linear_chain import linear_chain_of
-from kvq.kernels.pieces import runs_of, shift_terms
+from kvq.kernels.linear_chain import build_linear_chain
+from kvq.kernels.pieces import iter_runs, shift_terms
 from tests.kernels import oracle
 from tests.kernels.test_eager import UNIFORM, query, uniform
 
@@ -162,13 +162,14 @@ def test_norms_and_shifts_of_some_heads(data):
     stages = {"first": TokenNorm(scope, double_quant=norm), "shift": ChannelShift("mean", shift), "last": TokenNorm()}
     codec = Codec(stages, list(stages), UniformQuantizer(2, "per_token", None))
     block = data.draw(st.sampled_from([5, 16, 64]))
-    states, chain = oracle.states(codec, 64, 0, heads=3, dim=32, batch=2, block=block, tail=7), linear_chain_of(codec)
+    states = oracle.states(codec, 64, 0, heads=3, dim=32, batch=2, block=block, tail=7)
+    chain = build_linear_chain(codec)
     found = cpu_stored.norms_and_shifts(chain, cpu_stored.list_stored(states), cpu_stored.Heads(1, 1, 2), 32)
     ((factors, vectors),) = found.shifts
-    for index, (start, run, blocks) in enumerate(runs_of(states)):
+    for index, (start, run, blocks) in enumerate(iter_runs(states)):
         here = slice(start, start + run.tokens * run.count)
         offsets, expected = shift_terms(chain, chain.shifts[0], blocks, run, 32)
-        whole = chain.factors(blocks, None, run.tokens, torch.float32).transpose(1, 2).flatten(2)
+        whole = chain.norm_factors(blocks, None, run.tokens, torch.float32).transpose(1, 2).flatten(2)
         assert torch.equal(torch.from_numpy(found.norms[:, here]), whole[1, 1:])
         assert torch.equal(torch.from_numpy(factors[:, here]), expected[1, -len(factors) :])
         assert torch.equal(torch.from_numpy(vectors[index]), offsets[1, :, 1:].transpose(0, 1))

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 import kvq
 from kvq.cache import KVCache
 from kvq.codecs import Codec, Hadamard, TokenNorm, UniformQuantizer, VectorQuantizer, rope_table
-from kvq.kernels import fused
+from kvq.kernels import fuse_codec
 from kvq_kernels import dispatch
 from kvq_kernels.dispatch import FusedCodec
 from kvq_kernels.tests import encoded
@@ -34,7 +34,7 @@ def states(*shape, dtype=torch.float32, seed=0, constant=0, zero=0):
 
 def check(codec: Codec, x: torch.Tensor) -> float:
     """One block; the share of codes that differ."""
-    mine = fused(codec)
+    mine = fuse_codec(codec)
     assert dispatch.encoder_for(mine.chain, x[:, None]) is not None
     return encoded.check(codec, x, mine.encode(x), codec.encode(x))
 
@@ -62,7 +62,7 @@ def test_a_rotation_of_blocks_of_channels(block):
     "settings", [{"rounding": "up"}, {"reciprocal": True}, {"min_scale": 1e-6}, {"scale_dtype": "bfloat16"}]
 )
 def test_grids_of_engines_are_left_to_the_codec(settings):
-    assert fused(Codec({}, [], UniformQuantizer(4, "per_token", 32, **settings))).chain is None
+    assert fuse_codec(Codec({}, [], UniformQuantizer(4, "per_token", 32, **settings))).chain is None
 
 
 @pytest.mark.parametrize("name", ["kivi", "nsn", "oscar", "quarot"])
@@ -70,9 +70,9 @@ def test_blocks_are_on_their_own(name):
     """Many blocks and a short last one are what each is alone."""
     codec = kvq.build_method(name, bits=3, head_dim=128).key
     x = states(2, 3, 300, 128, dtype=torch.bfloat16)
-    many = fused(codec).encode(x, 128)
+    many = fuse_codec(codec).encode(x, 128)
     encoded.same_layout(many, codec.encode(x, 128))
-    alone = [fused(codec).encode(x[:, :, start : start + 128]) for start in (0, 128, 256)]
+    alone = [fuse_codec(codec).encode(x[:, :, start : start + 128]) for start in (0, 128, 256)]
     for name, part in many.parts.items():
         assert torch.equal(part, torch.cat([packed.parts[name] for packed in alone], 2))
 
@@ -82,7 +82,7 @@ def test_without_sums_nothing_differs():
     method = kvq.build_method("kivi", bits=3, head_dim=128)
     for codec in (method.key, method.value):
         x = states(2, 3, 300, 128, dtype=torch.bfloat16)
-        mine, theirs = fused(codec).encode(x, 128), codec.encode(x, 128)
+        mine, theirs = fuse_codec(codec).encode(x, 128), codec.encode(x, 128)
         assert len(theirs.runs) == 2
         assert all(torch.equal(mine.parts[name], part) for name, part in theirs.parts.items())
 
@@ -90,7 +90,7 @@ def test_without_sums_nothing_differs():
 def coded(codec: Codec, x: torch.Tensor, block: int) -> tuple:
     """Of two ways to encode: the fused codec's parts and the codec's own."""
     rope = rope_table(x.shape[2], x.shape[3]) if codec.uses_rope else None
-    return fused(codec).encode(x, block, rope), codec.encode(x, block, rope), rope
+    return fuse_codec(codec).encode(x, block, rope), codec.encode(x, block, rope), rope
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -148,10 +148,10 @@ def test_what_it_has_not_is_the_codecs_own():
         Codec({}, [], UniformQuantizer(12, "per_channel", 32)),
     ]
     for codec in chains:
-        mine, theirs = fused(codec).encode(x), codec.encode(x)
+        mine, theirs = fuse_codec(codec).encode(x), codec.encode(x)
         assert all(torch.equal(mine.parts[name], part) for name, part in theirs.parts.items())
     plain = kvq.build_method("oscar", bits=2, head_dim=64).key
-    mine, theirs = fused(plain).encode(x.double()), plain.encode(x.double())
+    mine, theirs = fuse_codec(plain).encode(x.double()), plain.encode(x.double())
     assert all(torch.equal(mine.parts[name], part) for name, part in theirs.parts.items())
 
 

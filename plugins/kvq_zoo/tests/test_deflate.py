@@ -26,7 +26,7 @@ from kvq.codecs import (
     rope_table,
 )
 from kvq.errors import ConfigError, DataError, Unsupported
-from kvq.kernels import linear_chain_of
+from kvq.kernels import build_linear_chain
 from kvq.methods.method import Method
 from kvq.results.metrics import METRICS
 from kvq.tasks.measurement import STORED, storage_metrics
@@ -218,7 +218,7 @@ def test_groups_of_tokens() -> None:
             "the bytes of a DeltaQuantizer follow the values",
         ),
         (
-            lambda: linear_chain_of(DeflateCodec({}, [], LloydMaxQuantizer(2))),
+            lambda: build_linear_chain(DeflateCodec({}, [], LloydMaxQuantizer(2))),
             Unsupported,
             "cache.attention=packed: DeflateCodec stores",
         ),
