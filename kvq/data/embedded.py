@@ -94,7 +94,7 @@ def is_in_split(path: str, split: str) -> bool:
 
 def find_modules() -> dict[str, Path]:
     """Return package-relative posix path -> file for all modules of the corpus, sorted."""
-    found = {}
+    modules = {}
     for package in PACKAGES:
         spec = importlib.util.find_spec(package)
         if spec is None or spec.origin is None:
@@ -103,8 +103,8 @@ def find_modules() -> dict[str, Path]:
         for file in root.rglob("*.py"):
             parts = file.relative_to(root).parts
             if file.name not in _SKIPPED_FILES and not _SKIPPED_FOLDERS.intersection(parts[:-1]):
-                found["/".join((package, *parts))] = file
-    return dict(sorted(found.items()))
+                modules["/".join((package, *parts))] = file
+    return dict(sorted(modules.items()))
 
 
 def extract_docstrings(source: str) -> Iterator[str]:

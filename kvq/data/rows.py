@@ -40,7 +40,7 @@ def go_offline_if_silent(patience: float = 3.0) -> None:
             sys.modules["datasets"].config.HF_HUB_OFFLINE = True
 
 
-def load_rows(setting: str, local: str, hub_id: str | None, *given: Any, first: int | None = None, **named: Any) -> Any:
+def load_rows(setting: str, local: str, hub_id: str | None, *args: Any, first: int | None = None, **named: Any) -> Any:
     """A split of a data set of the hub as `datasets.Dataset`; from the hub's cache where the hub does not answer.
 
     Args:
@@ -48,7 +48,7 @@ def load_rows(setting: str, local: str, hub_id: str | None, *given: Any, first: 
         local: describes the values that `dataset.path=` takes in place of the hub.
         hub_id: None: the configuration names no data set.
         first: stream only so many first rows; None: download all and keep them in the hub's cache.
-        given, named: further arguments of `datasets.load_dataset`.
+        args, named: further arguments of `datasets.load_dataset`.
     """
     if hub_id is None:
         raise DataError(f"{setting}: set dataset.path= (a local copy) or dataset.hub_id=")
@@ -57,8 +57,8 @@ def load_rows(setting: str, local: str, hub_id: str | None, *given: Any, first: 
 
     try:
         if first is None:
-            return load_dataset(hub_id, *given, **named)
-        return Dataset.from_list(list(load_dataset(hub_id, *given, **named, streaming=True).take(first)))
+            return load_dataset(hub_id, *args, **named)
+        return Dataset.from_list(list(load_dataset(hub_id, *args, **named, streaming=True).take(first)))
     except Exception as error:  # of several libraries; all mean that the rows cannot be downloaded
         reason = first_line(error)
         raise DataError(
@@ -75,8 +75,8 @@ def read_rows(config: DatasetConfig) -> tuple[str, ...]:
     """
     if config.path is None:
         local = "a local copy (jsonl, parquet, text or a saved dataset)"
-        given = {"data_files": config.data_files, "split": config.split or "test", "first": config.rows}
-        rows = load_rows(f"dataset={config.name}", local, config.hub_id, config.hub_config, **given)
+        choices = {"data_files": config.data_files, "split": config.split or "test", "first": config.rows}
+        rows = load_rows(f"dataset={config.name}", local, config.hub_id, config.hub_config, **choices)
         return _extract_texts(rows, config.text_field, str(config.hub_id))
     path = Path(config.path).expanduser()
     if _is_saved_dataset(path):
@@ -124,8 +124,8 @@ def _list_files(path: Path) -> list[Path]:
     files = sorted(file for file in inside if _file_suffix(file) and file.is_file())
     if not files:
         raise DataError(f"{where}: the folder holds no {kinds} files and no saved dataset")
-    if len(found := sorted(set(map(_file_suffix, files)))) > 1:
-        raise DataError(f"{where}: the folder holds files of several kinds ({', '.join(found)}); give one file")
+    if len(suffixes := sorted(set(map(_file_suffix, files)))) > 1:
+        raise DataError(f"{where}: the folder holds files of several kinds ({', '.join(suffixes)}); give one file")
     return files
 
 

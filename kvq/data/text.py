@@ -107,8 +107,8 @@ def render_chat(tokenizer: Any, text: str) -> str:
 
 def split_chat(tokenizer: Any) -> tuple[str, str]:
     """What `render_chat` writes before and after the message."""
-    before, found, after = render_chat(tokenizer, _MESSAGE).partition(_MESSAGE)
-    if not found or _MESSAGE in after:
+    before, mark, after = render_chat(tokenizer, _MESSAGE).partition(_MESSAGE)
+    if not mark or _MESSAGE in after:
         raise ConfigError("task.chat_template=true: the chat template does not write a message once, as it is")
     return before, after
 

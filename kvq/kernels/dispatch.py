@@ -63,8 +63,8 @@ def choose_kernel(
     query: Tensor, keys: PackedStates, values: PackedStates, softcap: float | None = None
 ) -> tuple[str, Callable[..., Tensor]]:
     """Name and function of the first plugin's kernel that reads these keys and values, else `eager` in PyTorch."""
-    found = (kernels.attention_for(query, keys, values, softcap) for kernels in load_kernels())
-    return next((kernel for kernel in found if kernel is not None), ("eager", eager.attend))
+    offered = (kernels.attention_for(query, keys, values, softcap) for kernels in load_kernels())
+    return next((kernel for kernel in offered if kernel is not None), ("eager", eager.attend))
 
 
 @isolated()

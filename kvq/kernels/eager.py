@@ -212,9 +212,9 @@ class _ValueReader(_PieceReader):
         if self.joint:
             with self.step("values"):
                 for where, components in decode_components(self.states, start, stop, self.kind):
-                    own = weights[..., where]
-                    softmax.add("codes", mix_components(own, components))
-                    softmax.add("codes_total", own.sum(-1, keepdim=True))
+                    part = weights[..., where]
+                    softmax.add("codes", mix_components(part, components))
+                    softmax.add("codes_total", part.sum(-1, keepdim=True))
         for piece, some, where in self.pieces_in(start, stop):
             spread = weights.new_zeros(*weights.shape[:3], piece.count * piece.tokens)
             spread[..., some] = weights[..., where]

@@ -274,5 +274,5 @@ def score_rotated(
     # All heads are rows of one product with the angles of a block.
     along, across = (part.flatten(2, 3) for part in (qa * oa + qb * ob, qb * oa - qa * ob))
     cos, sin = (part[:, :, 0].to(query.dtype).mT for part in (rope.cos, rope.sin))
-    found = (along @ cos + across @ sin).unflatten(2, (-1, query.shape[-2]))
-    return found + (rest[0] * rest[1]).sum(-1, keepdim=True)
+    scores = (along @ cos + across @ sin).unflatten(2, (-1, query.shape[-2]))
+    return scores + (rest[0] * rest[1]).sum(-1, keepdim=True)

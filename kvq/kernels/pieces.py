@@ -127,7 +127,7 @@ def shift_scores(
     states: PackedStates, shifts: Sequence[Shift], chain: LinearChain, query: Float[Tensor, "batch heads group dim"]
 ) -> Float[Tensor, "batch heads group tokens"] | None:
     """What shifts add to the scores of the packed tokens, in fp32; None: there are no shifts."""
-    found = None
+    total = None
     for shift in shifts:
         seen = chain.rotate(query, shift.rotations)[:, None]
         pieces = []
@@ -141,9 +141,9 @@ def shift_scores(
             if (norms := chain.norm_factors(blocks, shift.norms, run.tokens, torch.float32)) is not None:
                 more = more * norms[..., None, :]
             pieces.append(more.permute(0, 2, 3, 1, 4).flatten(-2))
-        moved = pieces[0] if len(pieces) == 1 else torch.cat(pieces, -1)
-        found = moved if found is None else found + moved
-    return found
+        added = pieces[0] if len(pieces) == 1 else torch.cat(pieces, -1)
+        total = added if total is None else total + added
+    return total
 
 
 def shift_terms(
@@ -222,6 +222,6 @@ def restore_joint_values(
     heads, group, dim = *total.shape[1:3], states.shape[2]
     whole = total.clamp_min(torch.finfo(total.dtype).tiny)
     rows = (mixed / whole).flatten(1, 2)
-    found = chain.joint.inverse(rows.unflatten(-1, (-1, dim)).transpose(-3, -2), {}, states.heads)
-    own = found.unflatten(2, (heads, group)).diagonal(dim1=1, dim2=2)  # each query's own head, last
-    return own.permute(0, 3, 1, 2) * total
+    values = chain.joint.inverse(rows.unflatten(-1, (-1, dim)).transpose(-3, -2), {}, states.heads)
+    chosen = values.unflatten(2, (heads, group)).diagonal(dim1=1, dim2=2)  # the head of each query, last
+    return chosen.permute(0, 3, 1, 2) * total

@@ -21,7 +21,7 @@ class SearchSweeper(GroupedSweeper):
         from kvq_lab.search import Search, Settings, Space, summary_lines
 
         given = [*(f"{name}={value}" for name, value in self.params.items()), *arguments]
-        space = Space.of(OverridesParser.create().parse_overrides(given))
+        space = Space.from_overrides(OverridesParser.create().parse_overrides(given))
         settings = {
             name: OmegaConf.to_container(v) if OmegaConf.is_config(v) else v for name, v in self.settings.items()
         }

@@ -287,8 +287,8 @@ def token_elements(shape: CacheShape) -> int:
     return sum(kind.count * kind.heads * (kind.dim("key") + kind.dim("value")) for kind in shape.layers)
 
 
-def table_bytes_at(record: Record, own: CacheShape, other: CacheShape) -> float:
-    """Bytes of a run's calibrated tables at the shape of another model, counted from those at its `own`.
+def table_bytes_at(record: Record, measured: CacheShape, other: CacheShape) -> float:
+    """Bytes of a run's calibrated tables at the shape of another model, counted from those at the `measured` shape.
 
     Codebooks grow with the channels of all layers. Matrices, which stages have, grow also with the channels that they
     join: those of `heads_together` heads, or of all of a layer (`layers: all`: of all layers).
@@ -303,7 +303,7 @@ def table_bytes_at(record: Record, own: CacheShape, other: CacheShape) -> float:
         heads = next((stage["heads_together"] for stage in joined if stage.get("heads_together")), None)
         return max(kind.head_dim * min(heads or kind.heads, kind.heads) for kind in shape.layers)
 
-    return size * token_elements(other) / token_elements(own) * (joins(other) / joins(own) if joined else 1.0)
+    return size * token_elements(other) / token_elements(measured) * (joins(other) / joins(measured) if joined else 1.0)
 
 
 def fp16_bytes(shape: CacheShape, context: int, batch: int) -> float:

@@ -247,27 +247,27 @@ def _parse(words: Sequence[str]) -> dict[str, str]:
 
 
 def _allocate(words: list[str]) -> int:
-    given = _parse(words)
-    bits = parse_number("bits", given["bits"], f"a number above 0 and up to {FULL}", lambda value: 0 < value <= FULL)
-    store = Store(given["results"])
-    full, heads = (given[name] == "true" for name in ("full", "heads"))
-    records = find_records(store, given["model"], given["method"], given.get("dataset"), heads)
+    args = _parse(words)
+    bits = parse_number("bits", args["bits"], f"a number above 0 and up to {FULL}", lambda value: 0 < value <= FULL)
+    store = Store(args["results"])
+    full, heads = (args[name] == "true" for name in ("full", "heads"))
+    records = find_records(store, args["model"], args["method"], args.get("dataset"), heads)
     costs = read_costs(records, store, full, heads)
     best, greedy, single = solve_exact(costs, bits), solve_greedy(costs, bits), solve_uniform(costs, bits)
     text, widths = records[0].dataset, ", ".join(record.bits for record in records)
-    print(f"{given['method']} on {given['model']}, costs on {text} at {widths} bits, at most {bits:g} bits as measured")
-    for name, own in (("integer program", best), ("greedy", greedy), ("one width a side", single)):
-        said = "none fits" if own is None else f"{costs.cost(own):.4f} nats of KL in sum, {costs.bits(own):.3f} bits"
-        print(f"  {name:17} {said}")
+    print(f"{args['method']} on {args['model']}, costs on {text} at {widths} bits, at most {bits:g} bits as measured")
+    for name, plan in (("integer program", best), ("greedy", greedy), ("one width a side", single)):
+        sums = "none fits" if plan is None else f"{costs.cost(plan):.4f} nats of KL in sum, {costs.bits(plan):.3f} bits"
+        print(f"  {name:17} {sums}")
     print(map_text(best))
-    if "out" in given:
-        path = Path(given["out"])
+    if "out" in args:
+        path = Path(args["out"])
         note = f"Widths by task=sensitivity on {text}, at most {bits:g} measured bits (kvq allocate)."
         try:
-            write_file(path, preset_text(path.stem, given["method"], best, note).encode())
+            write_file(path, preset_text(path.stem, args["method"], best, note).encode())
         except OSError as error:
             raise RecordError(f"out={path}: cannot be written: {error.strerror}") from error
-        run = f"python run.py --config-dir {path.parent.parent} model={given['model']} method={path.stem}"
+        run = f"python run.py --config-dir {path.parent.parent} model={args['model']} method={path.stem}"
         print(f"written: {path}; {run}")
     return 0
 

@@ -160,18 +160,18 @@ def _question_text(question: Any) -> str:
         raise _BadRow("question is a list of turns, each a list of messages")
     if len(question) != 1:
         raise _BadRow(f"{len(question)} turns; requests of several turns (multi_turn) are not supported")
-    said = [message["content"] for message in question[0] if isinstance(message, dict) and "content" in message]
-    if not said or len(said) < len(question[0]) or not all(isinstance(words, str) for words in said):
+    texts = [message["content"] for message in question[0] if isinstance(message, dict) and "content" in message]
+    if not texts or len(texts) < len(question[0]) or not all(isinstance(words, str) for words in texts):
         raise _BadRow("a message is an object with a text as its content")
-    return "\n".join(said)
+    return "\n".join(texts)
 
 
-def _parse_function(given: Any) -> Function:
-    if not isinstance(given, dict) or not isinstance(name := given.get("name"), str):
+def _parse_function(content: Any) -> Function:
+    if not isinstance(content, dict) or not isinstance(name := content.get("name"), str):
         raise _BadRow("a function has a name")
-    if not isinstance(about := given.get("description", ""), str):
+    if not isinstance(about := content.get("description", ""), str):
         raise _BadRow(f"the description of {name} is no text")
-    parameters = convert_schema(given.get("parameters"), name)
+    parameters = convert_schema(content.get("parameters"), name)
     try:
         jsonschema.Draft202012Validator.check_schema(parameters)
     except jsonschema.SchemaError as error:
@@ -179,16 +179,16 @@ def _parse_function(given: Any) -> Function:
     return Function(name, about, parameters)
 
 
-def convert_schema(given: Any, name: str) -> Schema:
+def convert_schema(content: Any, name: str) -> Schema:
     """The JSON schema of parameters in BFCL's form. Raises: _BadRow: a type that it lacks; `name` says where."""
-    if not isinstance(given, dict):
+    if not isinstance(content, dict):
         raise _BadRow(f"the parameters of {name}: a schema is an object")
-    kind = given.get("type", "any")
+    kind = content.get("type", "any")
     if kind != "any" and kind not in TYPES:
         raise _BadRow(f"the parameters of {name}: type {kind!r} is none of Python's; simple and multiple are supported")
     out: Schema = {} if kind == "any" else {"type": TYPES[kind]}
-    if isinstance(inner := given.get("properties"), dict):
+    if isinstance(inner := content.get("properties"), dict):
         out["properties"] = {field: convert_schema(one, name) for field, one in inner.items()}
-    if "items" in given:
-        out["items"] = convert_schema(given["items"], name)
-    return out | {field: given[field] for field in _KEPT if field in given}
+    if "items" in content:
+        out["items"] = convert_schema(content["items"], name)
+    return out | {field: content[field] for field in _KEPT if field in content}

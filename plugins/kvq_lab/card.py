@@ -75,17 +75,17 @@ def certainty_text(choosing: Chooser) -> str:
     """How sure the answer is, in a sentence or two."""
     race = choosing.state
     pairs = choosing.open_pairs()
-    said = f"{race.rounds} round{'s' * (race.rounds > 1)}, {race.windows} windows of {choosing.window:,} tokens"
+    shown = f"{race.rounds} round{'s' * (race.rounds > 1)}, {race.windows} windows of {choosing.window:,} tokens"
     chance = (
         "the chance that a format which belongs among these was dropped is at most 5% if windows are independent and "
         "differences symmetric"
     )
     if not pairs:
-        return f"{said}; decided: each choice is better beyond noise than the next one; {chance}"
+        return f"{shown}; decided: each choice is better beyond noise than the next one; {chance}"
     smaller, larger = (choosing.formats[at].name for at in pairs[0])
     same = "" if choosing.question.window is not None else f"window={choosing.window} and "
     return (
-        f"{said}; {len(pairs)} pairs are still within noise, such as {smaller} and {larger}: repeat the command with "
+        f"{shown}; {len(pairs)} pairs are still within noise, such as {smaller} and {larger}: repeat the command with "
         f"{same}more minutes to go on; {chance}"
     )
 

@@ -74,13 +74,13 @@ def parse_question(words: Sequence[str]) -> Question:
     )
 
 
-def _model_words(given: str) -> tuple[str, ...]:
-    if given in choices()["model"]:
-        return (f"model={given}",)
-    if "/" in given or given.endswith(".gguf") or Path(given).expanduser().exists():
-        return "model=hf", f"model.path={given}"
+def _model_words(model: str) -> tuple[str, ...]:
+    if model in choices()["model"]:
+        return (f"model={model}",)
+    if "/" in model or model.endswith(".gguf") or Path(model).expanduser().exists():
+        return "model=hf", f"model.path={model}"
     names = ", ".join(name for name in choices()["model"] if name != "hf")
-    raise ConfigError(f"model={given}: no such folder or GGUF file; or a hub name (owner/name), or one of {names}")
+    raise ConfigError(f"model={model}: no such folder or GGUF file; or a hub name (owner/name), or one of {names}")
 
 
 class _TimeLeft(ProgressColumn):

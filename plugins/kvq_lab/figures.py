@@ -244,17 +244,17 @@ def _read_search(path: Path) -> Mapping[str, Any] | None:
         return None
 
 
-def search_table(found: list[Mapping[str, Any]]) -> pd.DataFrame:
+def search_table(searches: list[Mapping[str, Any]]) -> pd.DataFrame:
     """One line per trial: sampler, seed, its number, its values, whether it is on the frontier of all, hypervolume."""
     lines = []
-    for search in found:
+    for search in searches:
         settings = search["settings"]
         for number, (trial, volume) in enumerate(zip(search["trials"], search["hypervolume"], strict=True), 1):
             values = dict(zip(settings["objectives"], trial["values"] or [], strict=False))
-            own = {"sampler": settings["sampler"], "seed": settings["seed"], "trial": number, "hypervolume": volume}
-            lines.append({**own, "words": " ".join(trial["words"]), **values})
+            point = {"sampler": settings["sampler"], "seed": settings["seed"], "trial": number, "hypervolume": volume}
+            lines.append({**point, "words": " ".join(trial["words"]), **values})
     table = pd.DataFrame(lines)
-    objectives = found[0]["settings"]["objectives"]
+    objectives = searches[0]["settings"]["objectives"]
     done = table.dropna(subset=objectives)
     table.loc[done.index, "frontier"] = [not beaten for beaten in dominated(done[objectives].to_numpy().tolist())]
     return table

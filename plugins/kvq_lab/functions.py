@@ -46,7 +46,7 @@ class Parameter:
         schema: of its value.
         draw: a value.
         clause: of an optional one, what a request says where it is given, with {} for the value.
-        said: how a request says the value.
+        phrase: how a request says a value.
     """
 
     name: str
@@ -101,7 +101,7 @@ def _enum(name: str, options: str, clause: str | None = None) -> Parameter:
     return Parameter(name, {"type": "string", "enum": values}, lambda rng: _draw_one(rng, values), clause)
 
 
-def _whole(name: str, low: int, high: int, step: int = 1, clause: str | None = None, about: str = "") -> Parameter:
+def _int(name: str, low: int, high: int, step: int = 1, clause: str | None = None, about: str = "") -> Parameter:
     schema = _describe({"type": "integer"}, about)
     return Parameter(name, schema, lambda rng: low + step * int(rng.integers((high - low) // step + 1)), clause)
 
@@ -142,32 +142,32 @@ def _list(inner: Parameter, clause: str | None = None, least: int = 2, most: int
                 found.append(value)
         return found
 
-    def said(values: list[Any]) -> str:
+    def phrase(values: list[Any]) -> str:
         *first, last = [inner.phrase(value) for value in values]
         return f"{', '.join(first)} and {last}" if first else last
 
-    return Parameter(inner.name, {"type": "array", "items": inner.schema}, draw, clause, said)
+    return Parameter(inner.name, {"type": "array", "items": inner.schema}, draw, clause, phrase)
 
 
-def _inside(name: str, template: str, *parameters: Parameter, clause: str | None = None) -> Parameter:
-    """An object; `template` says it, over its fields."""
+def _nested(name: str, template: str, *parameters: Parameter, clause: str | None = None) -> Parameter:
+    """An object of fields, of which one is drawn each; a request says it by `template`."""
 
     def draw(rng: np.random.Generator) -> dict[str, Any]:
         return {one.name: one.draw(rng) for one in parameters}
 
-    def said(value: dict[str, Any]) -> str:
+    def phrase(value: dict[str, Any]) -> str:
         return template.format(**{one.name: one.phrase(value[one.name]) for one in parameters})
 
-    return Parameter(name, _object_schema(parameters), draw, clause, said)
+    return Parameter(name, _object_schema(parameters), draw, clause, phrase)
 
 
 def _draw_one(rng: np.random.Generator, values: Sequence[str]) -> str:
     return values[int(rng.integers(len(values)))]
 
 
-_ADDRESS = _inside(
+_ADDRESS = _nested(
     *("address", "{number} {street}, {city}"),
-    *(_whole("number", 1, 180), _text("street", STREETS), _text("city", CITIES)),
+    *(_int("number", 1, 180), _text("street", STREETS), _text("city", CITIES)),
 )
 
 FAMILIES: tuple[Family, ...] = (
@@ -175,10 +175,10 @@ FAMILIES: tuple[Family, ...] = (
            (_text("city", CITIES), _enum("unit", "celsius fahrenheit", " in {}")),
            ("What is the weather in {city}{unit}?", "Tell me the current weather in {city}{unit}.")),
     Family("get_forecast", "Weather forecast for the coming days.",
-           (_text("city", CITIES), _whole("days", 2, 9)),
+           (_text("city", CITIES), _int("days", 2, 9)),
            ("Give me the forecast for {city} for the next {days} days.", "How will {city} be over {days} days?")),
     Family("create_event", "Add an event to the calendar.",
-           (_text("title", TITLES), _date(), _time(), _whole("minutes", 15, 120, 15, ", {} minutes long")),
+           (_text("title", TITLES), _date(), _time(), _int("minutes", 15, 120, 15, ", {} minutes long")),
            ("Add a {title} on {date} at {time}{minutes}.", "Put a {title} into my calendar: {date}, {time}{minutes}.")),
     Family("delete_event", "Remove an event from the calendar.",
            (_text("title", TITLES), _date()),
@@ -190,13 +190,13 @@ FAMILIES: tuple[Family, ...] = (
            (_number("value", 1, 90), _enum("source", "km mile foot inch"), _enum("target", "metre yard cm mm")),
            ("How much is {value} {source} in {target}?", "Convert {value} from {source} to {target}.")),
     Family("convert_currency", "Convert an amount of money.",
-           (_whole("amount", 20, 900, 5), _text("source", CURRENCIES[:5]), _text("target", CURRENCIES[5:])),
+           (_int("amount", 20, 900, 5), _text("source", CURRENCIES[:5]), _text("target", CURRENCIES[5:])),
            ("Convert {amount} {source} to {target}.", "What are {amount} {source} worth in {target}?")),
     Family("convert_temperature", "Convert a temperature.",
-           (_whole("degrees", -20, 110), _enum("target", "celsius fahrenheit kelvin")),
+           (_int("degrees", -20, 110), _enum("target", "celsius fahrenheit kelvin")),
            ("What are {degrees} degrees in {target}?", "Convert {degrees} degrees to {target}.")),
     Family("search_web", "Search the web.",
-           (_text("query", TOPICS), _whole("limit", 3, 20, 1, ", {} results")),
+           (_text("query", TOPICS), _int("limit", 3, 20, 1, ", {} results")),
            ("Search the web for {query}{limit}.", "Find pages about {query}{limit}.")),
     Family("search_news", "Search recent news.",
            (_text("topic", TOPICS), _text("language", LANGUAGES, " in {}")),
@@ -215,84 +215,84 @@ FAMILIES: tuple[Family, ...] = (
            (_text("name", PEOPLE), _enum("device", "mobile landline", " on the {}")),
            ("Call {name}{device}.", "Please ring {name}{device}.")),
     Family("set_timer", "Start a timer.",
-           (_whole("minutes", 2, 90), _text("label", FOODS, " for the {}")),
+           (_int("minutes", 2, 90), _text("label", FOODS, " for the {}")),
            ("Set a timer of {minutes} minutes{label}.", "Start a {minutes} minute timer{label}.")),
     Family("set_alarm", "Set an alarm.",
            (_time(), _list(_enum("days", "monday tuesday wednesday thursday friday saturday sunday"), " on {}")),
            ("Wake me at {time}{days}.", "Set an alarm for {time}{days}.")),
     Family("add_numbers", "Sum of numbers.",
-           (_list(_whole("numbers", 2, 400), most=4),),
+           (_list(_int("numbers", 2, 400), most=4),),
            ("What is the sum of {numbers}?", "Add up {numbers}.")),
     Family("multiply", "Product of two numbers.",
-           (_whole("first", 3, 99), _whole("second", 3, 99)),
+           (_int("first", 3, 99), _int("second", 3, 99)),
            ("What is {first} times {second}?", "Multiply {first} by {second}.")),
     Family("power", "A base to an exponent.",
-           (_whole("base", 2, 19), _whole("exponent", 2, 9)),
+           (_int("base", 2, 19), _int("exponent", 2, 9)),
            ("Raise {base} to the power of {exponent}.", "Compute {base} to the {exponent}.")),
     Family("percentage", "A percentage of a number.",
-           (_whole("percent", 5, 95, 5), _whole("value", 40, 900, 10)),
+           (_int("percent", 5, 95, 5), _int("value", 40, 900, 10)),
            ("What is {percent} percent of {value}?", "Compute {percent} percent of {value}.")),
     Family("round_number", "Round a number.",
            (_number("value", 10, 900), _enum("direction", "up down nearest")),
            ("Round {value} {direction}.", "Please round the number {value} {direction}.")),
     Family("book_hotel", "Book a hotel room.",
-           (_text("city", CITIES), _date("arrival"), _whole("nights", 1, 9),
+           (_text("city", CITIES), _date("arrival"), _int("nights", 1, 9),
             _enum("room", "single double suite", " in a {} room")),
            ("Book a hotel in {city} from {arrival} for {nights} nights{room}.",
             "I need {nights} nights in {city}{room}, arriving {arrival}.")),
     Family("book_table", "Reserve a table.",
-           (_text("restaurant", COMPANIES), _whole("guests", 2, 9), _time()),
+           (_text("restaurant", COMPANIES), _int("guests", 2, 9), _time()),
            ("Reserve a table for {guests} at {restaurant} at {time}.",
             "Book {restaurant} for {guests} people, {time}.")),
     Family("book_train", "Book a train ticket.",
-           (_inside("route", "from {origin} to {goal}", _text("origin", CITIES[:7]), _text("goal", CITIES[7:])),
+           (_nested("route", "from {origin} to {goal}", _text("origin", CITIES[:7]), _text("goal", CITIES[7:])),
             _date(), _enum("seat", "window aisle", ", {} seat")),
            ("Book a train {route} on {date}{seat}.", "I want to go {route} by train on {date}{seat}.")),
     Family("call_taxi", "Order a taxi.",
-           (_ADDRESS, _whole("passengers", 2, 6, 1, " for {} people")),
+           (_ADDRESS, _int("passengers", 2, 6, 1, " for {} people")),
            ("Send a taxi to {address}{passengers}.", "I need a taxi at {address}{passengers}.")),
     Family("find_route", "Directions between two cities.",
            (_text("origin", CITIES[:7]), _text("destination", CITIES[7:]), _enum("mode", "car bike walk", " by {}")),
            ("How do I get from {origin} to {destination}{mode}?", "Route from {origin} to {destination}{mode}.")),
     Family("order_food", "Order food for delivery.",
-           (_list(_inside("items", "{count} {food}", _whole("count", 2, 12), _text("food", FOODS)), least=1, most=2),
+           (_list(_nested("items", "{count} {food}", _int("count", 2, 12), _text("food", FOODS)), least=1, most=2),
             _ADDRESS),
            ("Order {items} to {address}.", "Deliver {items} to {address}, please.")),
     Family("add_to_list", "Add things to the shopping list.",
            (_list(_text("things", FOODS)),),
            ("Put {things} on the shopping list.", "Add {things} to my shopping list.")),
     Family("find_recipe", "Recipes with given ingredients.",
-           (_list(_text("ingredients", FOODS)), _whole("minutes", 15, 60, 5, " in at most {} minutes")),
+           (_list(_text("ingredients", FOODS)), _int("minutes", 15, 60, 5, " in at most {} minutes")),
            ("Find a recipe with {ingredients}{minutes}.", "What can I cook with {ingredients}{minutes}?")),
     Family("translate", "Translate a phrase.",
            (_text("phrase", PHRASES), _text("language", LANGUAGES)),
            ("Translate into {language}: {phrase}", "How do I say in {language}: {phrase}")),
     Family("set_light", "Change the light of a room.",
-           (_text("room", ROOMS), _inside("light", "{brightness} percent, {colour}",
-                                          _whole("brightness", 10, 95, 5), _enum("colour", "red blue green white"))),
+           (_text("room", ROOMS), _nested("light", "{brightness} percent, {colour}",
+                                          _int("brightness", 10, 95, 5), _enum("colour", "red blue green white"))),
            ("Set the light in the {room} to {light}.", "Light in the {room}: {light}.")),
     Family("set_heating", "Set the temperature of a room.",
            (_text("room", ROOMS), _number("degrees", 16, 25), _time("until", " until {}")),
            ("Heat the {room} to {degrees} degrees{until}.", "Set the {room} to {degrees} degrees{until}.")),
     Family("play_song", "Play a song.",
-           (_text("title", SONGS), _whole("volume", 10, 90, 5, " at volume {}"), _flag("repeat", ", again and again")),
+           (_text("title", SONGS), _int("volume", 10, 90, 5, " at volume {}"), _flag("repeat", ", again and again")),
            ("Play {title}{volume}{repeat}.", "I want to hear {title}{volume}{repeat}.")),
     Family("stock_price", "Price of a share.",
            (_text("company", COMPANIES), _date("date", " on {}"), _text("currency", CURRENCIES, " in {}")),
            ("What did a share of {company} cost{date}{currency}?", "Price of {company}{date}{currency}, please.")),
     Family("pay_bill", "Transfer money.",
-           (_text("to", COMPANIES), _whole("amount", 10, 900), _text("currency", CURRENCIES), _date("due", " by {}")),
+           (_text("to", COMPANIES), _int("amount", 10, 900), _text("currency", CURRENCIES), _date("due", " by {}")),
            ("Pay {amount} {currency} to {to}{due}.", "Transfer {amount} {currency} to {to}{due}.")),
     Family("track_parcel", "Where a parcel is.",
-           (_whole("number", 10000, 99999), _enum("carrier", "post courier freight", " sent by {}")),
+           (_int("number", 10000, 99999), _enum("carrier", "post courier freight", " sent by {}")),
            ("Where is the parcel {number}{carrier}?", "Track parcel {number}{carrier}.")),
     Family("convert_file", "Convert a file to another format.",
-           (_text("file", FILES), _inside("output", "{format} of {quality} quality",
+           (_text("file", FILES), _nested("output", "{format} of {quality} quality",
                                           _enum("format", "pdf html docx"), _enum("quality", "low medium high"))),
            ("Convert {file} to {output}.", "Make {file} into {output}.")),
     Family("plan_trip", "Plan a trip through several cities.",
-           (_list(_text("cities", CITIES)), _inside("budget", "{amount} {currency}",
-                                                    _whole("amount", 300, 3000, 50), _text("currency", CURRENCIES))),
+           (_list(_text("cities", CITIES)), _nested("budget", "{amount} {currency}",
+                                                    _int("amount", 300, 3000, 50), _text("currency", CURRENCIES))),
            ("Plan a trip to {cities} for {budget}.", "I have {budget} for a trip to {cities}.")),
 )  # fmt: skip
 

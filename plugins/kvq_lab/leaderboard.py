@@ -169,16 +169,16 @@ def decoding_tables(store: Store, records: Sequence[Record]) -> tuple[Table, ...
     return build_tables(store, scanned=(scored, [])).tables
 
 
-def render_page(found: Sequence[Entry]) -> str:
+def render_page(entries: Sequence[Entry]) -> str:
     """The page: works offline; its only links are to records in the same folder."""
     source = resources.files("kvq_lab").joinpath("leaderboard.html.j2").read_text(encoding="utf-8")
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     groups: dict[tuple[str, float], list[Mapping[str, Any]]] = {}
-    for entry in found:
+    for entry in entries:
         groups.setdefault((entry.model, entry.budget), []).append(asdict(entry))
-    models = list(dict.fromkeys(entry.model for entry in found))
-    given = {"groups": groups, "models": models, "budgets": BUDGETS, "context": CONTEXT, "lengths": IN_FLIGHT}
-    return environment.from_string(source).render(**given)
+    models = list(dict.fromkeys(entry.model for entry in entries))
+    variables = {"groups": groups, "models": models, "budgets": BUDGETS, "context": CONTEXT, "lengths": IN_FLIGHT}
+    return environment.from_string(source).render(**variables)
 
 
 def _write_leaderboard(words: list[str]) -> int:

@@ -95,7 +95,7 @@ class Space:
     fixed: tuple[str, ...]
 
     @classmethod
-    def of(cls, overrides: Sequence[Override]) -> Space:
+    def from_overrides(cls, overrides: Sequence[Override]) -> Space:
         """The space of a command line, whose swept settings are axes. Raises: ConfigError: none is swept."""
         axes, fixed = [], []
         for one in overrides:

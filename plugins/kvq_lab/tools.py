@@ -98,35 +98,35 @@ def _forbid_other_fields(schema: Schema) -> Schema:
     return out
 
 
-def _arguments_fit(given: Mapping[str, Any], allowed: Mapping[str, Sequence[Any]], loose: bool) -> bool:
+def _arguments_fit(arguments: Mapping[str, Any], allowed: Mapping[str, Sequence[Any]], loose: bool) -> bool:
     """Whether each argument has one of its allowed values; one with "" among them may be left out."""
-    if not given.keys() <= allowed.keys():
+    if not arguments.keys() <= allowed.keys():
         return False
     return all(
-        any(is_allowed(given[name], value, loose) for value in values) if name in given else "" in values
+        any(is_allowed(arguments[name], value, loose) for value in values) if name in arguments else "" in values
         for name, values in allowed.items()
     )
 
 
-def is_allowed(given: Any, value: Any, loose: bool) -> bool:
+def is_allowed(answer: Any, value: Any, loose: bool) -> bool:
     """Whether a value of an answer is an allowed one: numbers by value, lists in order, objects field by field.
 
     Args:
         loose: strings without case, spaces and the signs , . / - _ * ^, and with one kind of quote (BFCL's comparison).
     """
     if isinstance(value, Mapping):
-        return isinstance(given, Mapping) and _arguments_fit(given, {n: _as_list(v) for n, v in value.items()}, loose)
+        return isinstance(answer, Mapping) and _arguments_fit(answer, {n: _as_list(v) for n, v in value.items()}, loose)
     if isinstance(value, list):
         return (
-            isinstance(given, list)
-            and len(given) == len(value)
-            and all(is_allowed(one, other, loose) for one, other in zip(given, value, strict=True))
+            isinstance(answer, list)
+            and len(answer) == len(value)
+            and all(is_allowed(one, other, loose) for one, other in zip(answer, value, strict=True))
         )
     if isinstance(value, str):
-        return isinstance(given, str) and (_normalize(given) == _normalize(value) if loose else given == value)
-    if isinstance(value, bool) or isinstance(given, bool) or value is None:
-        return given is value
-    return isinstance(given, int | float) and given == value
+        return isinstance(answer, str) and (_normalize(answer) == _normalize(value) if loose else answer == value)
+    if isinstance(value, bool) or isinstance(answer, bool) or value is None:
+        return answer is value
+    return isinstance(answer, int | float) and answer == value
 
 
 def _as_list(values: Any) -> Sequence[Any]:

@@ -177,16 +177,16 @@ def measure(inputs: Inputs, method: Method, baseline: Baseline | None, journal: 
     return Measurement(metrics, units_of(metrics), samples)
 
 
-def _departures(found: Sequence[int | None], rows: Sequence[Row], prefix: str = "") -> dict[str, float]:
+def _departures(firsts: Sequence[int | None], rows: Sequence[Row], prefix: str = "") -> dict[str, float]:
     """Share of texts that leave full precision's, and mean tokens before they do (all of one that never does)."""
-    share = statistics.fmean(first is not None for first in found)
-    return {f"{prefix}left": share, f"{prefix}kept_tokens": statistics.fmean(_tokens_until_difference(found, rows))}
+    share = statistics.fmean(first is not None for first in firsts)
+    return {f"{prefix}left": share, f"{prefix}kept_tokens": statistics.fmean(_tokens_until_difference(firsts, rows))}
 
 
-def _tokens_until_difference(found: Sequence[int | None], rows: Sequence[Row]) -> list[int]:
-    """Tokens of each text before it leaves full precision's; all of one that never does (None in `found`)."""
+def _tokens_until_difference(firsts: Sequence[int | None], rows: Sequence[Row]) -> list[int]:
+    """Tokens of each text before it leaves full precision's; all of one that never does (None in `firsts`)."""
     texts = [row["tokens"] if "tokens" in row else row["same"] for row in rows]
-    return [len(text) if first is None else first for first, text in zip(found, texts, strict=True)]
+    return [len(text) if first is None else first for first, text in zip(firsts, texts, strict=True)]
 
 
 def standard_error(values: Sequence[float]) -> float:

@@ -41,7 +41,7 @@ def test_what_is_not_beaten_dominates_all_that_is(points: list[list[int]]) -> No
 
 
 def space_of(*words: str) -> Space:
-    return Space.of(OverridesParser.create().parse_overrides(list(words)))
+    return Space.from_overrides(OverridesParser.create().parse_overrides(list(words)))
 
 
 def test_swept_values_are_axes() -> None:
