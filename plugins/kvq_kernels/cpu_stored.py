@@ -312,7 +312,7 @@ def turned_loop(pairs: int, half: bool, interleaved: bool):
     step, apart = (2, 1) if interleaved else (1, pairs)
 
     @numba.njit(**OPTIONS)
-    def after_rope(query, vectors, angles, factors, start, length, out):
+    def turned(query, vectors, angles, factors, start, length, out):
         group, dim = query.shape
         found = np.zeros((group, TILE + 8), np.float32)
         products, rest = np.empty((group, 2 * pairs), np.float32), np.empty(group, np.float32)
