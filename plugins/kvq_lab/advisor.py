@@ -190,7 +190,7 @@ class Advisor:
 
         def nearness(rows: list[Row]) -> tuple[int, int]:
             model = rows[0].record.model
-            ranks = (model == self.model.name, name_prefix(model) == name_prefix(self.model.name), _is_real(rows))
+            ranks = (model == self.model.name, name_prefix(model) == name_prefix(self.model.name), _of_real_model(rows))
             return ranks.index(True) if any(ranks) else len(ranks), -len(rows)
 
         tables = [table.rows for table in decoding_tables(self.store, read_records(self.store)[0])]
@@ -205,7 +205,7 @@ class Advisor:
         nearest = min(by_model.values(), key=nearness)
         if nearness(nearest)[0] < 2:
             return [nearest]
-        return [nearest, *(rows for rows in by_model.values() if rows is not nearest and _is_real(rows))]
+        return [nearest, *(rows for rows in by_model.values() if rows is not nearest and _of_real_model(rows))]
 
     def _compare(self, record: Record, table: Sequence[Row], ranked: Sequence[Record]) -> str:
         """What another model's table says of a choice: its loss there, and what is better there at no more bytes."""
@@ -256,7 +256,7 @@ class Advisor:
         return f"measured on {record.model} only: a small model; measure yours, {how}"
 
 
-def _is_real(rows: Sequence[Row]) -> bool:
+def _of_real_model(rows: Sequence[Row]) -> bool:
     return not model_path(rows[0].record.model).startswith(EMBEDDED)
 
 

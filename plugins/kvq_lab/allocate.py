@@ -115,7 +115,7 @@ def solve_exact(costs: Costs, bits: float) -> dict[Place, Option]:
     flat = [(place, option) for place, options in costs.options.items() for option in options]
     budget = bits * costs.numbers / 8
     if sum(min(option.bytes for option in options) for options in costs.options.values()) > budget:
-        raise ConfigError(f"bits={bits:g}: the narrowest map stores {costs.bits(_narrowest(costs)):.3f} bits")
+        raise ConfigError(f"bits={bits:g}: the narrowest map stores {costs.bits(_choose_narrowest(costs)):.3f} bits")
     once = np.array([[float(place == own) for own, _ in flat] for place in costs.options])
     limits = [
         LinearConstraint(once, 1, 1),
@@ -131,7 +131,7 @@ def solve_exact(costs: Costs, bits: float) -> dict[Place, Option]:
 
 def solve_greedy(costs: Costs, bits: float) -> dict[Place, Option]:
     """Widen the narrowest map greedily: each step saves most cost per byte, while it fits into `bits`."""
-    chosen, budget = _narrowest(costs), bits * costs.numbers / 8
+    chosen, budget = _choose_narrowest(costs), bits * costs.numbers / 8
     while True:
         room = budget - sum(option.bytes for option in chosen.values())
         steps = [
@@ -162,7 +162,7 @@ def solve_uniform(costs: Costs, bits: float) -> dict[Place, Option] | None:
     return min(maps, key=lambda one: one[:3])[3] if maps else None
 
 
-def _narrowest(costs: Costs) -> dict[Place, Option]:
+def _choose_narrowest(costs: Costs) -> dict[Place, Option]:
     return {place: min(options, key=lambda option: option.bytes) for place, options in costs.options.items()}
 
 

@@ -106,7 +106,7 @@ class _TimeBar(_TimeLeft):
 
 
 @contextmanager
-def _progress(choosing: Chooser, console: Console) -> Iterator[Progress]:
+def _show_progress(choosing: Chooser, console: Console) -> Iterator[Progress]:
     columns = TextColumn("{task.description}"), _TimeBar(choosing), _TimeLeft(choosing)
     kept = io.StringIO()  # no terminal, so that bars of libraries stay away while this one is on the screen
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
@@ -128,7 +128,7 @@ def run_stages(choosing: Chooser, say: Say) -> None:
 def _choose(words: list[str]) -> int:
     choosing, console = Chooser(parse_question(words)), Console(stderr=True)
     print(printable(choosing.plan()), flush=True)
-    with _progress(choosing, console) as progress:
+    with _show_progress(choosing, console) as progress:
         task = progress.add_task("full precision, canaries", total=None)
 
         def say(line: str) -> None:

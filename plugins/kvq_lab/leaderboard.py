@@ -80,7 +80,7 @@ def list_entries(store: Store) -> list[Entry]:
             tables[model] = table
     others = _OtherRuns(records)
     found = [
-        _entry(row, budget, others)
+        _make_entry(row, budget, others)
         for table in tables.values()
         for row in _rows_to_list(table)
         if (budget := budget_of(row.record.metrics["bits_per_element"])) is not None
@@ -129,7 +129,7 @@ def _preset_key(record: Record) -> tuple[str, str, str]:
     return record.model, record.method, record.bits
 
 
-def _entry(row: Row, budget: float, others: _OtherRuns) -> Entry:
+def _make_entry(row: Row, budget: float, others: _OtherRuns) -> Entry:
     record, metrics = row.record, row.record.metrics
     engine = record.provenance.engine or ("by preset" if record.method.startswith("engine/") else "")
     return Entry(

@@ -221,9 +221,9 @@ class Search:
         jobs = [[*fixed, *trial.words] for trial in batch]
         self._launch(jobs)
         for job, trial in zip(jobs, batch, strict=True):
-            self._read(job, trial)
+            self._read_result(job, trial)
 
-    def _read(self, job: Sequence[str], trial: Trial) -> None:
+    def _read_result(self, job: Sequence[str], trial: Trial) -> None:
         try:
             state, why, record = Prepared(composed(job)).state
         except KvqError as error:
