@@ -41,12 +41,8 @@ _SKIPPED_FOLDERS = {
 }
 # Written at build time, so they differ between wheels of one version.
 _SKIPPED_FILES = {
-    "__config__.py",
-    "_version.py",
-    "_version_meson.py",
-    "version.py",
-    "conftest.py",
-    "_distributor_init.py",
+    *("__config__.py", "_version.py", "_version_meson.py", "version.py"),
+    *("conftest.py", "_distributor_init.py"),
 }
 _WORD = re.compile(r"\w+")
 

@@ -16,17 +16,9 @@ from torch import Tensor
 
 from kvq.codecs import UniformQuantizer
 from kvq.codecs.packed import unpack_parts
+from kvq.kernels import pieces
 from kvq.kernels.linear_chain import LinearChain, PackedStates, Shift, build_linear_chain, is_affine, score_rotated
-from kvq.kernels.pieces import (
-    TILE,
-    Piece,
-    decode_components,
-    decode_joint_keys,
-    decode_shift,
-    iter_pieces,
-    mix_components,
-    restore_joint_values,
-)
+from kvq.kernels.pieces import TILE, Piece
 
 Queries = Float[Tensor, "batch kv_heads group dim"]
 Step = Callable[[str], AbstractContextManager[None]]
@@ -115,7 +107,7 @@ class _PieceReader:
         self.states, self.step = states, step
         self.chain: LinearChain | None = None if states.codec is None else build_linear_chain(states.codec)
         self.joint = self.chain is not None and self.chain.joint is not None
-        self._coming = iter(()) if self.chain is None or self.joint else iter_pieces(states, self.chain)
+        self._coming = iter(()) if self.chain is None or self.joint else pieces.iter_pieces(states, self.chain)
         self._held: list[Piece] = []
 
     def pieces_in(self, start: int, stop: int) -> list[tuple[Piece, slice, slice]]:
@@ -169,7 +161,7 @@ class _KeyReader(_PieceReader):
         """Write the scores of the packed tokens `start` to `stop` of a joint transform into `out`."""
         assert self.chain is not None
         with self.step("scores"):
-            for where, keys in decode_joint_keys(self.states, self.chain, start, stop, self.query.dtype):
+            for where, keys in pieces.decode_joint_keys(self.states, self.chain, start, stop, self.query.dtype):
                 out[..., where] = self.query @ keys.mT
 
     def _score_piece(self, piece: Piece) -> Float[Tensor, "batch kv_heads group tokens"]:
@@ -193,7 +185,7 @@ class _KeyReader(_PieceReader):
         """What a shift adds to the scores of a piece, `[batch, blocks, heads, group, tokens]`."""
         assert self.chain is not None
         chain, kind = self.chain, self.query.dtype
-        offset = decode_shift(shift, piece.blocks, self.query.shape[-1], kind)
+        offset = pieces.decode_shift(shift, piece.blocks, self.query.shape[-1], kind)
         seen = chain.rotate(self.query, shift.rotations)[:, None]
         rope = piece.rope if shift.after_rope else None
         more = seen @ offset.mT if rope is None else score_rotated(seen, offset, rope)
@@ -211,9 +203,9 @@ class _ValueReader(_PieceReader):
         """Add the values of the tokens `start` to `stop` to the sums of `softmax`."""
         if self.joint:
             with self.step("values"):
-                for where, components in decode_components(self.states, start, stop, self.kind):
+                for where, components in pieces.decode_components(self.states, start, stop, self.kind):
                     part = weights[..., where]
-                    softmax.add("codes", mix_components(part, components))
+                    softmax.add("codes", pieces.mix_components(part, components))
                     softmax.add("codes_total", part.sum(-1, keepdim=True))
         for piece, some, where in self.pieces_in(start, stop):
             spread = weights.new_zeros(*weights.shape[:3], piece.count * piece.tokens)
@@ -234,7 +226,7 @@ class _ValueReader(_PieceReader):
         for shift in chain.shifts:
             with self.step("shifts"):
                 scaled = _multiply_norms(chain, piece, weights, shift.norms)
-                offset = decode_shift(shift, piece.blocks, self.states.shape[2], self.kind)
+                offset = pieces.decode_shift(shift, piece.blocks, self.states.shape[2], self.kind)
                 softmax.add(shift.name, (scaled.sum(-1, keepdim=True) * offset).sum(1))
 
     def total(self, softmax: Softmax) -> Queries:
@@ -243,7 +235,7 @@ class _ValueReader(_PieceReader):
         if self.chain is None or "codes" not in sums:
             return sums["full"]
         if self.joint:
-            out = restore_joint_values(self.states, self.chain, sums["codes"], sums["codes_total"])
+            out = pieces.restore_joint_values(self.states, self.chain, sums["codes"], sums["codes_total"])
             return out + sums["full"] if "full" in sums else out
         out = self.chain.rotate_back(sums["codes"], [sums[shift.name] for shift in self.chain.shifts])
         return out + sums["full"] if "full" in sums else out
