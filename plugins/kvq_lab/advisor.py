@@ -81,20 +81,20 @@ def parse_question(words: Sequence[str]) -> Question:
     """The question of a command line."""
     model = [word for word in words if word.startswith(("model=", "model."))]
     names = ("model", "context", "engine", "memory", "loss", "batch", "results")
-    given = parse_words([word for word in words if word not in model], names, bounds=True)
-    if not model or "context" not in given:
+    settings = parse_words([word for word in words if word not in model], names, bounds=True)
+    if not model or "context" not in settings:
         raise ConfigError("recommend: needs model=NAME and context=TOKENS; --help says the rest")
-    engine = given.get("engine")
+    engine = settings.get("engine")
     if engine is not None and engine not in BY_ENGINE:
         raise ConfigError(f"engine={engine}: one of {', '.join(BY_ENGINE)}")
     return Question(
         tuple(model),
-        parse_count("context", given["context"]),
+        parse_count("context", settings["context"]),
         engine,
-        parse_size(given["memory"]) if "memory" in given else None,
-        _parse_amount("loss", given["loss"]) if "loss" in given else None,
-        parse_count("batch", given.get("batch", "1")),
-        Path(given.get("results", "results")),
+        parse_size(settings["memory"]) if "memory" in settings else None,
+        _parse_amount("loss", settings["loss"]) if "loss" in settings else None,
+        parse_count("batch", settings.get("batch", "1")),
+        Path(settings.get("results", "results")),
     )
 
 
@@ -112,10 +112,10 @@ def _parse_amount(name: str, text: str) -> float:
 
 def parse_size(text: str) -> float:
     """The bytes that `512MiB` or `4GiB` stands for."""
-    found = re.fullmatch(r"([0-9.]+)\s*([kmgt]?)(i?b)?", text.lower())
-    if not found:
+    match = re.fullmatch(r"([0-9.]+)\s*([kmgt]?)(i?b)?", text.lower())
+    if not match:
         raise ConfigError(f"memory={text}: a size such as 512MiB or 4GiB")
-    return _parse_amount("memory", found[1]) * _UNITS[found[2]]
+    return _parse_amount("memory", match[1]) * _UNITS[match[2]]
 
 
 def name_prefix(model: str) -> str:
@@ -139,9 +139,9 @@ class Advisor:
         """At most `MOST` formats, the cheapest first, or the best first where only memory is bounded."""
         nearest, *others = [[row for row in rows if self._fits(row.record)] for rows in self._nearest_tables()]
         rows = {row.record.key: row for row in nearest}
-        found = self._rank([row.record for row in nearest])
+        ranked = self._rank([row.record for row in nearest])
         elsewhere = [self._rank([row.record for row in table]) for table in others]
-        chosen = found[:MOST] if self.question.loss is not None else found[: -MOST - 1 : -1]
+        chosen = ranked[:MOST] if self.question.loss is not None else ranked[: -MOST - 1 : -1]
         return [
             Recommendation(
                 rows[one.key],
@@ -194,14 +194,14 @@ class Advisor:
             return ranks.index(True) if any(ranks) else len(ranks), -len(rows)
 
         tables = [table.rows for table in decoding_tables(self.store, read_records(self.store)[0])]
-        found = [own for rows in tables if (own := [row for row in rows if self._is_candidate(row)])]
-        if not found:
+        candidates = [kept for rows in tables if (kept := [row for row in rows if self._is_candidate(row)])]
+        if not candidates:
             engine = self.question.engine
             names = [name for name in choices()["method"] if name.startswith(f"engine/{engine or ''}")][:4]
             asked = "a method" if engine is None else f"a format of {engine}"
             run = f"python run.py -m {' '.join(self.question.model)} method={','.join(names)} task.context=1024"
             raise RecordError(f"no run of {asked} is on record; measure some: {run}")
-        by_model = {rows[0].record.model: rows for rows in sorted(found, key=nearness, reverse=True)}
+        by_model = {rows[0].record.model: rows for rows in sorted(candidates, key=nearness, reverse=True)}
         nearest = min(by_model.values(), key=nearness)
         if nearness(nearest)[0] < 2:
             return [nearest]
@@ -320,8 +320,8 @@ def recommendation_text(choice: Recommendation, place: int, full: float) -> str:
     noise = "; within noise of full precision" if choice.row.within_noise else ""
     name = f"{choice.row.name} {record.bits}".strip()
     tables = f", tables of {format_bytes(choice.tables)} once for all sequences included" if choice.tables else ""
-    own = choice.row.pays is not None and choice.evidence.startswith(_OWN)
-    pays = f"; tables pay from tokens in flight: {choice.row.pays_text}" if own else ""
+    measured_here = choice.row.pays is not None and choice.evidence.startswith(_OWN)
+    pays = f"; tables pay from tokens in flight: {choice.row.pays_text}" if measured_here else ""
     return "\n".join(
         (
             f"{place}. {name}: {choice.line}",
@@ -345,15 +345,15 @@ def format_bytes(size: float) -> str:
 def _recommend(words: list[str]) -> int:
     question = parse_question(words)
     advisor = Advisor(question)
-    found, full = advisor.choices(), fp16_bytes(advisor.shape, question.context, question.batch)
+    choices, full = advisor.choices(), fp16_bytes(advisor.shape, question.context, question.batch)
     about = f"{advisor.model.name}, {question.batch} x {question.context:,} tokens, fp16 {format_bytes(full)}"
-    if not found:
+    if not choices:
         print(f"{about}: nothing on record fits; more memory, a shorter context or a larger loss is needed")
         return 1
     print(about)
-    for place, choice in enumerate(found, 1):
+    for place, choice in enumerate(choices, 1):
         print(printable(recommendation_text(choice, place, full)))
-    if any(choice.elsewhere for choice in found):
+    if any(choice.elsewhere for choice in choices):
         yours = " ".join(question.model)
         print(f"Orders differ between models. On yours: kvq choose {yours}, or half a minute a method of its states:")
         print(f"python run.py -m task=error task.context=1024 task.windows=2 {yours} method=kivi,oscar,nsnquant bits=2")

@@ -74,7 +74,7 @@ def read_costs(records: Sequence[Record], store: Store, full: bool = True, heads
     How many numbers a place stores follows from its bytes and the bits per element of its side in all layers; heads of
     a side store equally many (`kvq.codecs.HeadsCodec` takes no other codecs).
     """
-    found: dict[Place, dict[int, Option]] = {}
+    tables: dict[Place, dict[int, Option]] = {}
     numbers: dict[Place, float] = {}
     for record in records:
         if not record.bits.isdecimal():
@@ -83,25 +83,25 @@ def read_costs(records: Sequence[Record], store: Store, full: bool = True, heads
         together = next(row for row in rows if row["item"] == "all")
         for place, size, cost in _places(rows, heads):
             width = int(record.bits)
-            if width in found.setdefault(place, {}):
+            if width in tables.setdefault(place, {}):
                 raise RecordError(f"two records of {label(record)} at {width} bits: their protocols differ")
-            found[place][width] = Option(width, size, cost)
+            tables[place][width] = Option(width, size, cost)
             numbers[place] = 8 * size / float(together[f"{place[1]}_bits"])
-    if len({frozenset(options) for options in found.values()}) > 1:
+    if len({frozenset(options) for options in tables.values()}) > 1:
         raise RecordError("records of different widths do not have the same layers and sides")
     if full:
-        for place, own in found.items():
-            own.setdefault(FULL, Option(FULL, FULL / 8 * numbers[place], 0.0))
-    options = {place: tuple(own[width] for width in sorted(own)) for place, own in sorted(found.items())}
+        for place, by_width in tables.items():
+            by_width.setdefault(FULL, Option(FULL, FULL / 8 * numbers[place], 0.0))
+    options = {place: tuple(row[width] for width in sorted(row)) for place, row in sorted(tables.items())}
     return Costs(options, sum(numbers.values()))
 
 
 def _places(rows: Sequence[Mapping[str, Any]], heads: bool) -> Iterator[tuple[Place, float, float]]:
     """Each place of a record, its bytes and its cost."""
     sides = {(int(row["layer"]), str(row["side"])): row for row in rows if "side" in row}
-    own = [((int(row["of"][1]), str(row["of"][0])), row) for row in rows if "head" in row]
-    count = Counter(place for place, _ in own)
-    for place, row in own if heads else sides.items():
+    of_heads = [((int(row["of"][1]), str(row["of"][0])), row) for row in rows if "head" in row]
+    count = Counter(place for place, _ in of_heads)
+    for place, row in of_heads if heads else sides.items():
         size = float(sides[place]["packed_bytes"])
         where = (*place, int(row["head"])) if heads else place
         yield where, size / count[place] if heads else size, float(row["kl_mean"])
@@ -116,17 +116,17 @@ def solve_exact(costs: Costs, bits: float) -> dict[Place, Option]:
     budget = bits * costs.numbers / 8
     if sum(min(option.bytes for option in options) for options in costs.options.values()) > budget:
         raise ConfigError(f"bits={bits:g}: the narrowest map stores {costs.bits(_choose_narrowest(costs)):.3f} bits")
-    once = np.array([[float(place == own) for own, _ in flat] for place in costs.options])
+    once = np.array([[float(place == at) for at, _ in flat] for place in costs.options])
     limits = [
         LinearConstraint(once, 1, 1),
         LinearConstraint(np.array([[option.bytes for _, option in flat]]) / budget, -np.inf, 1),
     ]
     cost = np.array([option.cost for _, option in flat])
     scale = float(cost.max()) or 1.0
-    found = milp(cost / scale, constraints=limits, integrality=np.ones(len(flat)), bounds=Bounds(0, 1))
-    if found.x is None:
-        raise ConfigError(f"bits={bits:g}: the solver found no map ({found.message})")
-    return {place: option for (place, option), taken in zip(flat, found.x, strict=True) if taken > 0.5}
+    solved = milp(cost / scale, constraints=limits, integrality=np.ones(len(flat)), bounds=Bounds(0, 1))
+    if solved.x is None:
+        raise ConfigError(f"bits={bits:g}: the solver found no map ({solved.message})")
+    return {place: option for (place, option), taken in zip(flat, solved.x, strict=True) if taken > 0.5}
 
 
 def solve_greedy(costs: Costs, bits: float) -> dict[Place, Option]:
@@ -153,12 +153,12 @@ def solve_uniform(costs: Costs, bits: float) -> dict[Place, Option] | None:
     for key in widths:
         for value in widths:
             asked = {"key": key, "value": value}
-            own = {
+            plan = {
                 place: next(option for option in options if option.width == asked[place[1]])
                 for place, options in costs.options.items()
             }
-            if costs.bits(own) <= bits * (1 + 1e-9):
-                maps.append((costs.cost(own), key, value, own))
+            if costs.bits(plan) <= bits * (1 + 1e-9):
+                maps.append((costs.cost(plan), key, value, plan))
     return min(maps, key=lambda one: one[:3])[3] if maps else None
 
 
@@ -171,18 +171,18 @@ def preset_text(name: str, method: str, chosen: Mapping[Place, Option], note: st
     layers = 1 + max(place[0] for place in chosen)
     quantized = [option.width for option in chosen.values() if option.width < FULL]
     filler = min(quantized, default=FULL)
-    found: dict[str, list[int | list[int]]] = {}
+    maps: dict[str, list[int | list[int]]] = {}
     whole: dict[str, list[int]] = {}
     for side in SIDES:
-        own = [_widths_at(chosen, layer, side) or [filler] for layer in range(layers)]
-        whole[side] = [layer for layer, widths in enumerate(own) if set(widths) == {FULL}]
-        kept = [[filler] if set(widths) == {FULL} else widths for widths in own]
-        found[side] = [widths[0] if len(set(widths)) == 1 else widths for widths in kept]
+        by_layer = [_widths_at(chosen, layer, side) or [filler] for layer in range(layers)]
+        whole[side] = [layer for layer, widths in enumerate(by_layer) if set(widths) == {FULL}]
+        kept = [[filler] if set(widths) == {FULL} else widths for widths in by_layer]
+        maps[side] = [widths[0] if len(set(widths)) == 1 else widths for widths in kept]
     fields = {
         "defaults": [f"/method/{method}@_here_", "_self_"],
         "name": name,
         "note": note,
-        "bits_by_layer": found,
+        "bits_by_layer": maps,
         "full_precision_layers": whole,
     }
     return yaml.safe_dump(fields, sort_keys=False, default_flow_style=None, width=120)
@@ -198,22 +198,22 @@ def find_records(store: Store, model: str, method: str, dataset: str | None, hea
 
     `heads`: those with costs of heads; else those without, or where there are none, with them.
     """
-    found = [
+    matching = [
         record
         for record in store.scan()[0]
         if (record.task, record.model, record.method, record.status) == ("sensitivity", model, method, "done")
         and dataset in (None, record.dataset)
         and (_has_heads(record) or not heads)
     ]
-    texts = sorted({record.dataset for record in found})
-    if not found:
+    texts = sorted({record.dataset for record in matching})
+    if not matching:
         raise RecordError(
             f"no costs of method={method} on model={model} are on record; measure them: python run.py -m "
             f"task=sensitivity {'task.heads=true ' if heads else ''}model={model} method={method} bits=2,3,4"
         )
     if len(texts) > 1:
         raise RecordError(f"costs of method={method} on {', '.join(texts)} are on record; choose by dataset=")
-    chosen = found if heads else [record for record in found if not _has_heads(record)] or found
+    chosen = matching if heads else [record for record in matching if not _has_heads(record)] or matching
     return sorted(chosen, key=lambda record: record.bits)
 
 
@@ -226,8 +226,8 @@ def map_text(chosen: Mapping[Place, Option]) -> str:
     lines = []
     for side in SIDES:
         layers = sorted({place[0] for place in chosen if place[1] == side})
-        own = ["/".join(map(str, _widths_at(chosen, layer, side))).rjust(2) for layer in layers]
-        lines.append(f"{side + 's':7}" + " ".join(own))
+        texts = ["/".join(map(str, _widths_at(chosen, layer, side))).rjust(2) for layer in layers]
+        lines.append(f"{side + 's':7}" + " ".join(texts))
     return "\n".join(lines)
 
 
@@ -236,14 +236,14 @@ _NAMES = ("model", "method", "bits", "dataset", "full", "heads", "out", "results
 
 def _parse(words: Sequence[str]) -> dict[str, str]:
     """The values of a command line by name, with defaults. Raises: ConfigError: one is missing or wrong."""
-    given = {"results": "results", "full": "true", "heads": "false"} | parse_words(words, _NAMES)
+    values = {"results": "results", "full": "true", "heads": "false"} | parse_words(words, _NAMES)
     for name in ("model", "method", "bits"):
-        if name not in given:
+        if name not in values:
             raise ConfigError(f"allocate: needs {name}=; --help says the rest")
     for name in ("full", "heads"):
-        if given[name] not in ("true", "false"):
-            raise ConfigError(f"{name}={given[name]}: true or false")
-    return given
+        if values[name] not in ("true", "false"):
+            raise ConfigError(f"{name}={values[name]}: true or false")
+    return values
 
 
 def _allocate(words: list[str]) -> int:

@@ -135,9 +135,9 @@ def _read_objects(setting: str, path: str) -> Iterator[tuple[int, dict[str, Any]
 
 def _parse_request(row: dict[str, Any], known: dict[str, Any]) -> Request:
     name, text = row["id"], _question_text(row.get("question"))
-    if not isinstance(given := row.get("function"), list) or not given:
+    if not isinstance(offered := row.get("function"), list) or not offered:
         raise _BadRow("no list of functions; requests of several turns (multi_turn) are not supported")
-    functions = tuple(_parse_function(one) for one in given)
+    functions = tuple(_parse_function(one) for one in offered)
     if name not in known:
         raise _BadRow(f"task.answers has no answer to {name}")
     place, truth = known[name]

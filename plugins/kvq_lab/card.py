@@ -51,12 +51,12 @@ def find_choices(choosing: Chooser) -> list[Choice]:
     race, formats = choosing.state, choosing.formats
     ladder = [at for at in race.ladder() if formats[at].losses]
     left = [at for at in race.left if formats[at].losses]
-    found = []
+    choices = []
     for at, above in zip(ladder, [*ladder[1:], None], strict=True):
         until = left.index(above) if above is not None else len(left)
         near = tuple(formats[one].name for one in left[left.index(at) + 1 : until])
-        found.append(Choice(formats[at], near))
-    return found[: -MOST - 1 : -1]
+        choices.append(Choice(formats[at], near))
+    return choices[: -MOST - 1 : -1]
 
 
 def worse_than_full(formats: Sequence[Format]) -> set[str]:
@@ -64,11 +64,11 @@ def worse_than_full(formats: Sequence[Format]) -> set[str]:
     measured = [one for one in formats if one.losses]
     longest = max((len(one.losses) for one in measured), default=0)
     groups = ([one for one in measured if len(one.losses) == rounds] for rounds in range(1, longest + 1))
-    found: set[str] = set()
+    names: set[str] = set()
     for group in filter(None, groups):
         worse = find_positive(np.array([np.concatenate(one.losses) for one in group]), ALPHA / longest)
-        found |= {one.name for one, is_worse in zip(group, worse, strict=True) if is_worse}
-    return found
+        names |= {one.name for one, is_worse in zip(group, worse, strict=True) if is_worse}
+    return names
 
 
 def certainty_text(choosing: Chooser) -> str:

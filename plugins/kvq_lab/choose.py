@@ -50,24 +50,24 @@ _NAMES = ("model", "engine", "method", "context", "batch", "memory", "minutes", 
 def parse_question(words: Sequence[str]) -> Question:
     """The question of a command line. Raises: ConfigError: an unknown word, no model, or a number that is none."""
     more = tuple(word for word in words if word.startswith(("model.", "device=", "cache.", "threads=", "cpu_linear=")))
-    given = parse_words([word for word in words if word not in more], _NAMES)
-    if "model" not in given:
+    values = parse_words([word for word in words if word not in more], _NAMES)
+    if "model" not in values:
         raise ConfigError("choose: needs model=PATH; --help says the rest")
-    engine = given.get("engine")
+    engine = values.get("engine")
     if engine is not None and engine not in BY_ENGINE:
         raise ConfigError(f"engine={engine}: one of {', '.join(BY_ENGINE)}")
-    counts: dict[str, int] = {name: parse_count(name, given[name]) for name in ("context", "window") if name in given}
-    if "needles" in given:
-        counts["needles"] = int(parse_number("needles", given["needles"], "tokens, 0 or above", lambda n: n >= 0))
+    counts: dict[str, int] = {name: parse_count(name, values[name]) for name in ("context", "window") if name in values}
+    if "needles" in values:
+        counts["needles"] = int(parse_number("needles", values["needles"], "tokens, 0 or above", lambda n: n >= 0))
     return Question(
-        (*_model_words(given["model"]), *more),
+        (*_model_words(values["model"]), *more),
         engine,
-        tuple(filter(None, given.get("method", "").split(","))),
-        batch=parse_count("batch", given.get("batch", "1")),
-        memory=parse_size(given["memory"]) if "memory" in given else None,
-        minutes=parse_number("minutes", given.get("minutes", "10"), "a number above 0", lambda value: 0 < value < 1e6),
-        text=given.get("text", "pydocs"),
-        results=Path(given.get("results", "results")),
+        tuple(filter(None, values.get("method", "").split(","))),
+        batch=parse_count("batch", values.get("batch", "1")),
+        memory=parse_size(values["memory"]) if "memory" in values else None,
+        minutes=parse_number("minutes", values.get("minutes", "10"), "a number above 0", lambda value: 0 < value < 1e6),
+        text=values.get("text", "pydocs"),
+        results=Path(values.get("results", "results")),
         context=counts.get("context"),
         window=counts.get("window"),
         needles=counts.get("needles"),

@@ -155,18 +155,18 @@ class Chooser:
 
     def _find_formats(self, engine: str | None) -> list[Format]:
         """Formats that the model can have and that fit the memory; why others cannot is in `refused`."""
-        found = []
+        formats = []
         for words in self._format_overrides(engine):
             try:
                 if (one := self._build_format(words)) is not None:
-                    found.append(one)
+                    formats.append(one)
             except KvqError as error:
                 self.refused[" ".join(words).removeprefix("method=")] = str(error)
-        if not found:
+        if not formats:
             self._raise_none(engine)
-        fitting = [one for one in found if self.question.memory is None or one.bytes <= self.question.memory]
+        fitting = [one for one in formats if self.question.memory is None or one.bytes <= self.question.memory]
         if not fitting:
-            least = min(found, key=lambda one: one.bytes)
+            least = min(formats, key=lambda one: one.bytes)
             raise ConfigError(
                 f"memory={format_bytes(self.question.memory or 0)}: the smallest, {least.name}, takes "
                 f"{format_bytes(least.bytes)} at context={self.context} batch={self.question.batch}; give more memory, "
@@ -272,8 +272,8 @@ class Chooser:
 
     def _run_round(self, words: Sequence[str], number: int) -> tuple[Record, Float[np.ndarray, " windows"]]:
         """The record of a round of a format and its losses over full precision, by window; it may be on record."""
-        given = self._overrides(words, number)
-        record = run(composed(given), lambda: given)
+        overrides = self._overrides(words, number)
+        record = run(composed(overrides), lambda: overrides)
         if record.status != "done":
             raise Unsupported(record.reason or record.status)
         ours = losses(self.store.samples(record.key))
@@ -355,13 +355,13 @@ class Chooser:
     def _measure_round(self, one: Format, number: int, say: Say) -> None:
         """Measure a format in a round; one that cannot be measured is stopped, and why is said."""
         try:
-            record, own = self._run_round(one.words, number)
+            record, loss = self._run_round(one.words, number)
         except KvqError as error:
             one.stopped = str(error)
             say(f"{one.name}: {error}")
             return
         one.records.append(record)
-        one.losses.append(own)
+        one.losses.append(loss)
 
     def _drop_formats(self, number: int, say: Say) -> None:
         """Decide the race with the losses of the first `number` rounds, and say what dropped out in the last."""

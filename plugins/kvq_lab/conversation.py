@@ -42,8 +42,8 @@ def check(inputs: Inputs, method: Method) -> None:
     task: ConversationConfig = inputs.config.task
     check_prefill(method, task.prefill)
     turns = max(task.turns, 2 if task.branches else 1)
-    said = f"task.turns={task.turns}: {turns} turns of task.user={task.user} and task.answer={task.answer} tokens;"
-    inputs.check_tokens(turns * task.turn, said, " together")
+    error = f"task.turns={task.turns}: {turns} turns of task.user={task.user} and task.answer={task.answer} tokens;"
+    inputs.check_tokens(turns * task.turn, error, " together")
 
 
 class Speaker:
@@ -82,11 +82,11 @@ def read_turns(speaker: Speaker, full: Speaker | None, tokens: Tokens, length: i
     cache, other = speaker.new_cache(), None if full is None else full.new_cache()
     rows: list[Row] = []
     for turn in tokens.split(length, 1):
-        found = speaker.read_turn(cache, turn)
+        logits = speaker.read_turn(cache, turn)
         answer = turn[0, speaker.user :]
-        row: Row = {"nll": -float(found.gather(-1, answer[:, None]).double().sum())}
+        row: Row = {"nll": -float(logits.gather(-1, answer[:, None]).double().sum())}
         if full is not None and other is not None:
-            row["kl"] = float(divergence(full.read_turn(other, turn), found).double().sum())
+            row["kl"] = float(divergence(full.read_turn(other, turn), logits).double().sum())
         rows.append(row | storage_by_tokens(cache))
     cache.check_finite()
     return rows, cache
@@ -105,12 +105,12 @@ def compare_branches(speaker: Speaker, first: Tokens, others: Sequence[Tokens]) 
     once = _unchanged_bytes(prefix, speaker.reader.method)
     forks, own_caches, difference = [], [], 0.0
     for turn in others:
-        own = speaker.new_cache()
-        speaker.read_turn(own, first)
+        alone = speaker.new_cache()
+        speaker.read_turn(alone, first)
         forks.append(prefix.fork())
-        own_caches.append(own)
+        own_caches.append(alone)
         answer = turn[0, speaker.user :, None]
-        there, here = (speaker.read_turn(cache, turn).gather(-1, answer) for cache in (forks[-1], own))
+        there, here = (speaker.read_turn(cache, turn).gather(-1, answer) for cache in (forks[-1], alone))
         difference = max(difference, float((there - here).abs().max()))
     separate = sum(cache.nbytes for cache in own_caches)
     sizes = (bytes_together(forks), separate - (len(others) - 1) * once, separate)
@@ -171,13 +171,13 @@ def _differences(rows: Sequence[Row], baseline: Sequence[Row], answer: int) -> d
     """Losses over the baseline's, with paired standard errors over conversations, which lie apart in the text."""
     pairs: dict[str, tuple[Sequence[Row], Sequence[Row]]] = {"": (rows, baseline)}
     for turn in range(len(rows[0]["turns"])):
-        own, full = (
+        mine, full = (
             [{"window": row["window"], "tokens": answer, "nll": row["turns"][turn]["nll"]} for row in run]
             for run in (rows, baseline)
         )
-        pairs[f"[turn={turn + 1}]"] = own, full
-    found = (delta_nll_of_samples(*pair, block=1).metrics("delta_nll", part) for part, pair in pairs.items())
-    return {name: value for metrics in found for name, value in metrics.items()}
+        pairs[f"[turn={turn + 1}]"] = mine, full
+    parts = (delta_nll_of_samples(*pair, block=1).metrics("delta_nll", part) for part, pair in pairs.items())
+    return {name: value for metrics in parts for name, value in metrics.items()}
 
 
 TASK = Task(check, measure, settings=ConversationConfig)

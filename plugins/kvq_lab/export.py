@@ -93,8 +93,8 @@ def modelopt_recipe(config: Config) -> str:
 def _check_preset(config: Config) -> None:
     """Refuse settings of the parts that are not the preset's: an engine has no such flags."""
     plain = resolve(compose([f"method={config.method.name}", f"bits={config.bits_label or 3}"])).method
-    own, preset = (canonical_method(method) for method in (config.method, plain))
-    changed = [name for name in sorted(own.keys() | preset.keys()) if own.get(name) != preset.get(name)]
+    mine, preset = (canonical_method(method) for method in (config.method, plain))
+    changed = [name for name in sorted(mine.keys() | preset.keys()) if mine.get(name) != preset.get(name)]
     changed = [name for name in changed if name != "full_precision_layers"]
     if changed:
         raise Unsupported(f"method.{changed[0]}: departs from {config.method.name}, which is what its engine stores")

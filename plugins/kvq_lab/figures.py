@@ -48,8 +48,8 @@ def survival_table(records: Sequence[Record], store: Store) -> pd.DataFrame:
     censored there), `low` and `high` its 95% interval (log-log), `kl` the mean distance of the step after so many
     tokens, in nats.
     """
-    found = [_estimate_survival(record, store.samples_of(record)) for record in records]
-    return pd.concat(found, ignore_index=True) if found else pd.DataFrame()
+    curves = [_estimate_survival(record, store.samples_of(record)) for record in records]
+    return pd.concat(curves, ignore_index=True) if curves else pd.DataFrame()
 
 
 def _estimate_survival(record: Record, rows: Sequence[dict[str, Any]]) -> pd.DataFrame:
@@ -117,12 +117,12 @@ def shares_table(records: Sequence[Record], _: Store) -> pd.DataFrame:
     """
     lines = []
     for record in records:
-        found = record.metrics
+        metrics = record.metrics
         for name, words in _SHARES.get(record.task, {}).items():
             if any(name in other.metrics for other in records):
-                mean, error = found.get(name, float("nan")), found.get(f"{name}_se", 0.0)
+                mean, error = metrics.get(name, float("nan")), metrics.get(f"{name}_se", 0.0)
                 values = {"mean": mean, "min": mean - error, "max": mean + error}
-                bits = found.get("bits_per_element", float("nan"))
+                bits = metrics.get("bits_per_element", float("nan"))
                 lines.append({"method": named(record), "bits_per_element": bits, "quantity": words, **values})
     return pd.DataFrame(lines, columns=["method", "bits_per_element", "quantity", "mean", "min", "max"])
 
@@ -198,8 +198,8 @@ def sums_table(records: Sequence[Record], store: Store) -> pd.DataFrame:
         for row in rows:
             if "layers" in row:
                 parts = [single[side, layer] for side, layers in row["layers"].items() for layer in layers]
-                own = {"set": row["item"], "places": len(parts), "sum": sum(parts), "kl": row["kl_mean"]}
-                lines.append({"method": named(record), **own})
+                point = {"set": row["item"], "places": len(parts), "sum": sum(parts), "kl": row["kl_mean"]}
+                lines.append({"method": named(record), **point})
     return pd.DataFrame(lines, columns=["method", "set", "places", "sum", "kl"])
 
 
@@ -225,21 +225,21 @@ _APART = ("sampler", "seed", "verdict", "winners")
 
 def read_searches(store: Store) -> dict[str, list[Mapping[str, Any]]]:
     """Searches of a results folder with the same trials to choose from, by a digest of what they share."""
-    found: dict[str, list[Mapping[str, Any]]] = {}
+    searches: dict[str, list[Mapping[str, Any]]] = {}
     for path in sorted((store.root / "searches").glob("*.json")):
         one = _read_search(path)
         if one is not None:
             settings = {name: value for name, value in one["settings"].items() if name not in _APART}
             shared = {"axes": one["axes"], "fixed": one["fixed"], "settings": settings}
-            found.setdefault(run_key(shared)[:8], []).append(one)
-    return found
+            searches.setdefault(run_key(shared)[:8], []).append(one)
+    return searches
 
 
 def _read_search(path: Path) -> Mapping[str, Any] | None:
     """The content of a search's file; None: it is not one."""
     try:
-        found: Any = json.loads(path.read_text(encoding="utf-8"))
-        return found if {"axes", "fixed", "settings", "trials", "hypervolume"} <= found.keys() else None
+        content: Any = json.loads(path.read_text(encoding="utf-8"))
+        return content if {"axes", "fixed", "settings", "trials", "hypervolume"} <= content.keys() else None
     except (OSError, ValueError, AttributeError):
         return None
 
@@ -272,10 +272,10 @@ def search_title(search: Mapping[str, Any]) -> str:
 def search_tables(_: Sequence[Record], store: Store) -> dict[tuple[str, str], pd.DataFrame]:
     """The trials of searches that differ only in sampler and seed, of two objectives or more."""
     tables = {}
-    for name, found in read_searches(store).items():
-        objectives, numbers = found[0]["settings"]["objectives"], search_table(found)
+    for name, searches in read_searches(store).items():
+        objectives, numbers = searches[0]["settings"]["objectives"], search_table(searches)
         if len(objectives) > 1 and not numbers.dropna(subset=objectives).empty:
-            tables[name, search_title(found[0])] = numbers
+            tables[name, search_title(searches[0])] = numbers
     return tables
 
 
@@ -286,8 +286,13 @@ def search_figure(table: pd.DataFrame) -> Figure:
     made, axes = panels(2, 3.0, 1, 2)
     done = table.dropna(subset=[first, second])
     for index, (sampler, part) in enumerate(table.groupby("sampler", sort=True)):
+<<<<<<< HEAD
         own = part.dropna(subset=[first, second])
         draw_points(axes[0], own[second], own[first], index, str(sampler), s=14)
+=======
+        ended = part.dropna(subset=[first, second])
+        points(axes[0], ended[second], ended[first], index, str(sampler), s=14)
+>>>>>>> e319fc2e (Local names in the lab say what they hold)
         for place, (_, line) in enumerate(part.groupby("seed")):
             look = {"color": colour(index), "linestyle": dash(index), "linewidth": 0.9}
             label = str(sampler) if place == 0 else None

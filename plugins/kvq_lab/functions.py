@@ -134,13 +134,13 @@ def _list(inner: Parameter, clause: str | None = None, least: int = 2, most: int
     """A list of values of `inner`, which gives it its name, each once."""
 
     def draw(rng: np.random.Generator) -> list[Any]:
-        found: list[Any] = []
+        drawn: list[Any] = []
         count = int(rng.integers(least, most + 1))
-        while len(found) < count:
+        while len(drawn) < count:
             value = inner.draw(rng)
-            if value not in found:
-                found.append(value)
-        return found
+            if value not in drawn:
+                drawn.append(value)
+        return drawn
 
     def phrase(values: list[Any]) -> str:
         *first, last = [inner.phrase(value) for value in values]

@@ -79,13 +79,13 @@ def list_entries(store: Store) -> list[Entry]:
         if model not in tables or len(_rows_to_list(table)) > len(_rows_to_list(tables[model])):
             tables[model] = table
     others = _OtherRuns(records)
-    found = [
+    entries = [
         _make_entry(row, budget, others)
         for table in tables.values()
         for row in _rows_to_list(table)
         if (budget := budget_of(row.record.metrics["bits_per_element"])) is not None
     ]
-    return sorted(found, key=lambda entry: (entry.model, entry.budget, entry.loss))
+    return sorted(entries, key=lambda entry: (entry.model, entry.budget, entry.loss))
 
 
 def _rows_to_list(table: Table) -> list[Row]:
@@ -113,15 +113,15 @@ class _OtherRuns:
 
     def needles(self, record: Record) -> float | None:
         """Share of needles found in the largest run."""
-        found = self._needles.get(_preset_key(record))
-        return None if found is None else found.metrics["accuracy"]
+        run = self._needles.get(_preset_key(record))
+        return None if run is None else run.metrics["accuracy"]
 
     def speed(self, record: Record) -> float | None:
         """Decoding speed as a multiple of full precision's on the same machine."""
-        found, full = self._speed.get(_preset_key(record)), self._speed.get((record.model, "fp16", ""))
-        if found is None or full is None or found.provenance.cpu != full.provenance.cpu:
+        run, full = self._speed.get(_preset_key(record)), self._speed.get((record.model, "fp16", ""))
+        if run is None or full is None or run.provenance.cpu != full.provenance.cpu:
             return None
-        rates = [one.metrics.get("decode_tokens_per_second") for one in (found, full)]
+        rates = [one.metrics.get("decode_tokens_per_second") for one in (run, full)]
         return rates[0] / rates[1] if rates[0] and rates[1] else None
 
 

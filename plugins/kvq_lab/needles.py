@@ -61,9 +61,9 @@ def find_needles(choosing: Chooser, chosen: Sequence[Format], say: Say) -> None:
 
 def _run_needles(choosing: Chooser, words: Sequence[str], say: Say) -> Record | None:
     """The record of the needles of a format; None: no needle can be hidden, which is said."""
-    given = needle_words(choosing, words)
+    overrides = needle_words(choosing, words)
     try:
-        record = run(composed(given), lambda: given)
+        record = run(composed(overrides), lambda: overrides)
         if record.status == "done":
             return record
         reason = record.reason or record.status

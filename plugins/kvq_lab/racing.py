@@ -75,9 +75,9 @@ def find_positive(differences: Float[np.ndarray, "tests windows"], level: float)
     largest = np.maximum.accumulate(_signs(windows) @ units[order].T, axis=1)
     p_values = np.mean(largest >= observed - 1e-9, axis=0)
     stepped = np.maximum.accumulate(p_values[::-1])[::-1]
-    found = np.zeros(tests, dtype=bool)
-    found[order] = (stepped <= level) & (observed > 0)
-    return found
+    positive = np.zeros(tests, dtype=bool)
+    positive[order] = (stepped <= level) & (observed > 0)
+    return positive
 
 
 @dataclass

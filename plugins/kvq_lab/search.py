@@ -100,13 +100,13 @@ class Space:
         axes, fixed = [], []
         for one in overrides:
             name = one.get_key_element()
-            own = one.value()
-            if isinstance(own, IntervalSweep):
-                axes.append(SearchAxis(name, interval=(float(own.start or 0), float(own.end or 0))))
+            value = one.value()
+            if isinstance(value, IntervalSweep):
+                axes.append(SearchAxis(name, interval=(float(value.start or 0), float(value.end or 0))))
             elif one.is_sweep_override():
                 axes.append(SearchAxis(name, tuple(one.sweep_string_iterator())))
             else:
-                fixed.append(f"{name}={one.get_value_element_as_str()}" if own is not None else name)
+                fixed.append(f"{name}={one.get_value_element_as_str()}" if value is not None else name)
         if not axes:
             raise ConfigError("hydra/sweeper=kvq_search: no setting has several values; such as bits=2,3,4")
         return cls(tuple(axes), tuple(fixed))
@@ -200,11 +200,11 @@ class Search:
     def hypervolumes(self) -> list[float]:
         """The hypervolume after each trial."""
         points: list[list[float]] = []
-        found = []
+        volumes = []
         for trial in self.trials:
             points += [] if trial.values is None else [trial.values]
-            found.append(hypervolume(points, self.settings.worst))
-        return found
+            volumes.append(hypervolume(points, self.settings.worst))
+        return volumes
 
     def write(self, verdicts: Sequence[Trial]) -> None:
         """Write the file: space, settings, trials, hypervolumes, winners and their verdict."""

@@ -95,8 +95,8 @@ def quantize_only_head(method: Method, place: Place, head: int, heads: int, laye
     side, layer = place
     codec = method.codec_of(side, layer)
     assert codec is not None
-    own: Any = {side: HeadsCodec([codec if one == head else None for one in range(heads)])}
-    return quantize_only(replace(method.without_policies("first_layers"), by_layer=(), **own), [place], layers)
+    codecs: Any = {side: HeadsCodec([codec if one == head else None for one in range(heads)])}
+    return quantize_only(replace(method.without_policies("first_layers"), by_layer=(), **codecs), [place], layers)
 
 
 def random_sets(places: list[Place], count: int, seed: int) -> list[list[Place]]:
@@ -118,7 +118,7 @@ class Job:
             return {**row, "head": self.head, "of": list(self.places[0])}
         if len(self.places) == 1:
             return {**row, "side": self.places[0][0], "layer": self.places[0][1]}
-        return {**row, "layers": {side: [layer for own, layer in self.places if own == side] for side in SIDES}}
+        return {**row, "layers": {side: [layer for at, layer in self.places if at == side] for side in SIDES}}
 
 
 def list_jobs(inputs: Inputs, method: Method) -> dict[str, Job]:
@@ -128,7 +128,7 @@ def list_jobs(inputs: Inputs, method: Method) -> dict[str, Job]:
     heads = range(count_heads(inputs) if task.heads else 0)
     jobs = {f"layer {layer} {side}": Job([(side, layer)]) for side, layer in places}
     jobs["all"] = Job(places)
-    jobs |= {f"map {index}": Job(own) for index, own in enumerate(random_sets(places, task.maps, task.seed))}
+    jobs |= {f"map {index}": Job(subset) for index, subset in enumerate(random_sets(places, task.maps, task.seed))}
     return jobs | {f"layer {layer} {side} head {h}": Job([(side, layer)], h) for side, layer in places for h in heads}
 
 
@@ -147,13 +147,13 @@ def measure(inputs: Inputs, method: Method, baseline: Baseline | None, journal: 
         """KL and loss over full precision, in nats per token, and what is stored of the places."""
         places, head = jobs[item].places, jobs[item].head
         if head is None:
-            own = quantize_only(method, places, layers)
+            one = quantize_only(method, places, layers)
         else:
-            own = quantize_only_head(method, places[0], head, count_heads(inputs), layers)
+            one = quantize_only_head(method, places[0], head, count_heads(inputs), layers)
         keep = inputs.config.cache.keep_decoded
-        found = run_ppl(loaded, own, windows, settings, reference, keep_decoded=keep).metrics()
-        kept = {name: found[name] for name in ("kl_mean", "key_bits", "value_bits", "bits_per_element", "packed_bytes")}
-        return {"delta_nll": found["nll"] - full.nll, **kept}
+        stats = run_ppl(loaded, one, windows, settings, reference, keep_decoded=keep).metrics()
+        kept = {name: stats[name] for name in ("kl_mean", "key_bits", "value_bits", "bits_per_element", "packed_bytes")}
+        return {"delta_nll": stats["nll"] - full.nll, **kept}
 
     rows = [jobs[row["item"]].add_places(row) for row in journaled(journal, jobs, score, method.label, "pass")]
     metrics = _metrics({row["item"]: row for row in rows}, jobs)
@@ -177,8 +177,8 @@ def _metrics(rows: Mapping[str, Mapping[str, Any]], jobs: Mapping[str, Job]) -> 
         if item.startswith("map")
     ]
     if len(maps) > 2:
-        found = float(spearmanr(*zip(*maps, strict=True)).statistic)
-        metrics["sum_correlation"] = found if math.isfinite(found) else 0.0
+        rho = float(spearmanr(*zip(*maps, strict=True)).statistic)
+        metrics["sum_correlation"] = rho if math.isfinite(rho) else 0.0
     return metrics
 
 

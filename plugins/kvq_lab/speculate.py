@@ -76,8 +76,8 @@ def speculate(target: Decoder, draft: Decoder, most: int, length: int, ends: End
     while len(text) < most and not ends(text):
         last = text[-1]
         guessed = draft.draft(last, min(length, most - len(text)))
-        ahead, own = target.try_tokens([last, *guessed])
-        kept = shared(guessed, own)
+        ahead, sure = target.try_tokens([last, *guessed])
+        kept = shared(guessed, sure)
         rounds.drafted.append(len(guessed))
         rounds.accepted.append(kept)
         if kept == len(guessed):
@@ -85,7 +85,7 @@ def speculate(target: Decoder, draft: Decoder, most: int, length: int, ends: End
         else:
             target.add([last, *guessed[:kept]])
         draft.add(guessed[:kept])
-        for token in (*guessed[:kept], own[kept]):
+        for token in (*guessed[:kept], sure[kept]):
             if len(text) < most and not ends(text):
                 text.append(token)
     return rounds

@@ -52,10 +52,10 @@ def first_object(text: str) -> dict[str, Any] | None:
     if start < 0:
         return None
     try:
-        found = json.JSONDecoder(parse_constant=_refuse_constant).raw_decode(text, start)[0]
+        parsed = json.JSONDecoder(parse_constant=_refuse_constant).raw_decode(text, start)[0]
     except (ValueError, RecursionError):
         return None
-    return found if isinstance(found, dict) else None
+    return parsed if isinstance(parsed, dict) else None
 
 
 def _refuse_constant(name: str) -> None:
@@ -254,10 +254,10 @@ def answer_batch(reader: Reader, inputs: Inputs, batch: Sequence[ToolItem]) -> l
 
     def sample(place: int, tokens: list[int]) -> Sample:
         request, text = batch[place].request, answer_text(inputs.tokenizer, tokens, stop_texts(task))
-        found = check_answer(text, request)
+        checks = check_answer(text, request)
         asked = {"item": request.name, "request": request.text, "function": request.function}
-        right = float(found["right_function"] and found["right_arguments"])
-        return {**asked, "allowed": dict(request.allowed), "text": text, **found, "score": right}
+        right = float(checks["right_function"] and checks["right_arguments"])
+        return {**asked, "allowed": dict(request.allowed), "text": text, **checks, "score": right}
 
     return write_answers(reader, [item.prompt for item in batch], task.max_new_tokens, end_test(reader, inputs), sample)
 
@@ -282,7 +282,7 @@ def measure(inputs: Inputs, method: Method, baseline: Baseline | None, journal: 
         metrics |= _check_share(scored, baseline, task, name)
     if baseline is not None:
         pairs = pair_items(scored, baseline.samples)
-        metrics["same_answers"] = float(np.mean([own["text"] == full["text"] for own, full in pairs]))
+        metrics["same_answers"] = float(np.mean([mine["text"] == full["text"] for mine, full in pairs]))
     return Measurement(metrics, units_of(metrics), found.samples)
 
 
@@ -290,11 +290,11 @@ def _check_share(
     samples: Sequence[Sample], baseline: Baseline | None, task: ToolsConfig, name: str
 ) -> dict[str, float]:
     """The share of answers that pass one of `CHECKS`, and its difference from full precision's, tested in pairs."""
-    own = _score_by_check(samples, name)
-    out = {name: mean_score(own)}
+    mine = _score_by_check(samples, name)
+    out = {name: mean_score(mine)}
     if baseline is not None:
         full = replace(baseline, samples=_score_by_check(baseline.samples, name), metrics={})
-        tested = compare(own, full, task, name)
+        tested = compare(mine, full, task, name)
         out |= {metric: tested[metric] for metric in (f"delta_{name}", f"delta_{name}_se") if metric in tested}
         out |= {f"{name}_{part}": tested[part] for part in ("lost", "gained")}
         if "p_value" in tested:

@@ -51,7 +51,7 @@ def totals_table(records: Sequence[Record], store: Store) -> pd.DataFrame:
         return pd.DataFrame()
     lines = []
     for record in sorted(wanted, key=lambda one: (label(one), one.metrics["bits_per_element"])):
-        own, tables = _shape_of_model(record.model), record.metrics.get("calibration_bytes", 0.0)
+        shape, tables = _shape_of_model(record.model), record.metrics.get("calibration_bytes", 0.0)
         line = {
             "method": label(record),
             "bits": record.bits,
@@ -61,16 +61,16 @@ def totals_table(records: Sequence[Record], store: Store) -> pd.DataFrame:
         for name, tokens in IN_FLIGHT.items():
             at = {"in_flight": name, "shape": record.model, "total_bits": total_bits(record.metrics, tokens)}
             lines.append(line | at)
-            if own is not None or not tables:
-                size = table_bytes_at(record, own, LARGER) if own is not None and tables else 0.0
+            if shape is not None or not tables:
+                size = table_bytes_at(record, shape, LARGER) if shape is not None and tables else 0.0
                 bits = record.metrics["bits_per_element"] + 8 * size / (token_elements(LARGER) * tokens)
                 lines.append(line | at | {"shape": "8B", "tables": size, "total_bits": bits})
     return pd.DataFrame(lines)
 
 
 def _is_drawn(record: Record) -> bool:
-    own = not method_departures(record) or keeps_first(record)
-    return record.method in _DRAWN and own and record.metrics.get("delta_nll", 0.0) > 0
+    as_preset = not method_departures(record) or keeps_first(record)
+    return record.method in _DRAWN and as_preset and record.metrics.get("delta_nll", 0.0) > 0
 
 
 def _shape_of_model(model: str) -> CacheShape | None:

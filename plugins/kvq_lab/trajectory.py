@@ -53,8 +53,8 @@ def check(inputs: Inputs, method: Method) -> None:
     """Raise `Unsupported` for a residual without order, `ConfigError` for passages longer than the model takes."""
     task: TrajectoryConfig = inputs.config.task
     check_prefill(method, task.prefill)
-    said = f"task.new_tokens={task.new_tokens}: after {task.context} tokens;"
-    inputs.check_tokens(task.context + task.new_tokens, said, " together")
+    error = f"task.new_tokens={task.new_tokens}: after {task.context} tokens;"
+    inputs.check_tokens(task.context + task.new_tokens, error, " together")
 
 
 class Draws:
@@ -172,8 +172,8 @@ def measure(inputs: Inputs, method: Method, baseline: Baseline | None, journal: 
             metrics |= drift(rows, task.parts)
     elif method.is_full_precision:
         for name, texts in writer.write_with_other_rounding(prompts).items():
-            found = [first_difference(text, row["tokens"]) for text, row in zip(texts, rows, strict=True)]
-            metrics |= _departures(found, rows, f"noise_{name}_")
+            firsts = [first_difference(text, row["tokens"]) for text, row in zip(texts, rows, strict=True)]
+            metrics |= _departures(firsts, rows, f"noise_{name}_")
     return Measurement(metrics, units_of(metrics), samples)
 
 
@@ -196,12 +196,12 @@ def standard_error(values: Sequence[float]) -> float:
 
 def _comparison_metrics(rows: Sequence[Row]) -> dict[str, float]:
     """Metrics of a method and full precision, with standard errors over passages."""
-    found = [row["first"] for row in rows]
+    firsts = [row["first"] for row in rows]
     shares = [statistics.fmean(row["same"]) for row in rows]
     distances = np.concatenate([row["kl"] for row in rows])
     return {
-        **_departures(found, rows),
-        "kept_tokens_se": standard_error(_tokens_until_difference(found, rows)),
+        **_departures(firsts, rows),
+        "kept_tokens_se": standard_error(_tokens_until_difference(firsts, rows)),
         "same_share": statistics.fmean(shares),
         "same_share_se": standard_error(shares),
         "kl_mean": float(distances.mean()),
@@ -220,10 +220,10 @@ def drift(rows: Sequence[Row], parts: int) -> dict[str, float]:
     cuts = np.linspace(0, longest, parts + 1).round().astype(int)
     metrics, slopes = {}, []
     for start, end in itertools.pairwise(cuts):
-        found = [row["kl"][start:end] for row in rows if len(row["kl"]) > start]
-        metrics[f"kl_mean[part={end}]"] = float(np.concatenate(found).mean())
-        if len(found) > 1:
-            metrics[f"kl_mean_se[part={end}]"] = standard_error([float(np.mean(one)) for one in found])
+        pieces = [row["kl"][start:end] for row in rows if len(row["kl"]) > start]
+        metrics[f"kl_mean[part={end}]"] = float(np.concatenate(pieces).mean())
+        if len(pieces) > 1:
+            metrics[f"kl_mean_se[part={end}]"] = standard_error([float(np.mean(one)) for one in pieces])
     for row in rows:
         means = [np.mean(row["kl"][a:b]) for a, b in itertools.pairwise(cuts) if len(row["kl"]) >= b]
         known = [(np.log(b), np.log(m)) for b, m in zip(cuts[1:], means, strict=False) if m > 0]

@@ -36,14 +36,14 @@ def parse_words(words: Sequence[str], names: Collection[str], bounds: bool = Fal
     Raises:
         ConfigError: a word that is not one of `names` with a value.
     """
-    given = {}
+    values = {}
     for word in words:
         name, _, value = (word.replace("<=", "=", 1) if bounds else word).partition("=")
         if name not in names or not value:
             *others, last = (f"{known}=" for known in names)
             raise ConfigError(f"{word}: {', '.join(others)} or {last}")
-        given[name] = value
-    return given
+        values[name] = value
+    return values
 
 
 def parse_number(name: str, text: str, says: str, fits: Callable[[float], bool]) -> float:
