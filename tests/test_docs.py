@@ -25,7 +25,7 @@ from kvq.entry import COMMANDS
 from kvq.methods.build import build_method
 from kvq.papers import __main__ as papers
 from kvq.papers import expected
-from kvq.papers.sweep import product
+from kvq.papers.sweep import list_jobs
 from kvq.report import __main__ as report
 from kvq.report.tables.build import build_tables
 from kvq.report.tables.formats import csv, markdown
@@ -290,7 +290,7 @@ def test_commands_exist_and_compose(page: Path) -> None:
             for one in plain:
                 assert one.key_or_group != "experiment" or find("experiment", one.value(), *conf_dirs()), line
             if "+experiment=" not in line:
-                for job in product(plain):
+                for job in list_jobs(plain):
                     if not seen >= set(job):
                         seen |= set(job)
                         resolve(compose(list(job)))
@@ -305,7 +305,7 @@ def test_the_commands_for_an_8b_model_compose() -> None:
     seen: set[str] = set()
     for command in commands:
         overrides = OverridesParser.create().parse_overrides([word for word in shlex.split(command) if word != "-m"])
-        for job in product(overrides):
+        for job in list_jobs(overrides):
             if seen >= set(job):  # each value once: composing takes a quarter of a second
                 continue
             seen |= set(job)
@@ -325,7 +325,7 @@ def test_the_commands_for_texts_compose() -> None:
     prompts = []
     for command in commands:
         overrides = OverridesParser.create().parse_overrides([word for word in shlex.split(command) if word != "-m"])
-        runs = [resolve(compose(list(job))) for job in product(overrides)]
+        runs = [resolve(compose(list(job))) for job in list_jobs(overrides)]
         assert {run.task.name for run in runs} == {"generate"}
         prompts.append(runs[0].task.prompt)
     assert prompts == [None, "Return the indices that would sort", None]
