@@ -182,7 +182,7 @@ def _runs(runs: Iterable[Overrides], present: Present) -> tuple[CellRun, ...]:
 
 @cache_by_folder
 def _cell_run(run: Overrides, present: Present) -> CellRun:
-    """A run as a cell asks for it, which several cells and tables may share."""
+    """A run as cells ask for it: its command, and its signature where a record may answer, or what it waits for."""
     missing = list(missing_choices(run, choices_in_use()))
     if missing:
         return CellRun(command(run), waits=f"{', '.join(missing)}: not in this version")
@@ -227,19 +227,19 @@ def resolved(run: Overrides) -> Config:
         ConfigError, or what composing raises.
     """
     words = {part: tuple(word for word in run if word.startswith(names)) for part, names in _PARTS.items()}
-    apart = {part: found for part, own in words.items() if own and (found := _resolved_part(part, own)) is not None}
+    apart = {part: found for part, own in words.items() if own and (found := _resolve_part(part, own)) is not None}
     rest = tuple(word for word in run if not any(word in words[part] for part in apart))
-    return replace(_resolved(rest), **{name: setting for part in apart.values() for name, setting in part.items()})
+    return replace(_resolve_rest(rest), **{name: setting for part in apart.values() for name, setting in part.items()})
 
 
 @functools.cache
-def _resolved(rest: Overrides) -> Config:
+def _resolve_rest(rest: Overrides) -> Config:
     """The configuration of the overrides outside `_PARTS`; without `model.context`, which the run's task may exceed."""
     return resolve(compose([*rest, "model.context=null"]))
 
 
 @functools.cache
-def _resolved_part(part: str, words: Overrides) -> dict[str, Any] | None:
+def _resolve_part(part: str, words: Overrides) -> dict[str, Any] | None:
     """The settings of a part; None where its choice decides others too, as some tasks choose a data set."""
     config, defaults = compose(words), compose([])
     if any(config._get_node(name) != defaults._get_node(name) for name in config.keys() - {part, "bits"}):

@@ -57,7 +57,7 @@ def _lines_of(cells: Iterable[Shown], model: str, stand_in: str) -> Iterator[tup
 
 
 def published(records: Sequence[Record], _: Store) -> dict[tuple[str, str], pd.DataFrame]:
-    """The numbers of `DRAWN`, published and of the records that answer the same cells, of which there are some.
+    """The table of each figure of published numbers (`DRAWN`) that some record answers, by file name and title.
 
     Raises:
         KvqError: published numbers that cannot be read.

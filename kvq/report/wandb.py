@@ -110,8 +110,8 @@ class CannotTrack(KvqError):
 
 
 @contextmanager
-def _told_in_one_line(what: str = "") -> Iterator[None]:
-    """Whatever the client raises within the block is a `CannotTrack`."""
+def _as_cannot_track(what: str = "") -> Iterator[None]:
+    """A context manager: what the client raises within its block becomes a `CannotTrack` of one line, after `what`."""
     try:
         yield
     except KvqError:
@@ -141,7 +141,7 @@ class Tracker:
         if settings.mode is WandbMode.disabled:
             raise CannotTrack("logger.mode or WANDB_MODE is disabled: nothing is sent")
         if settings.mode is WandbMode.online:
-            with _told_in_one_line("cannot log in to Weights & Biases: "):
+            with _as_cannot_track("cannot log in to Weights & Biases: "):
                 known = self._wandb.login(prompt=False)
             if not known:
                 ways = "wandb login, or WANDB_API_KEY; WANDB_MODE=offline needs none"
@@ -152,7 +152,7 @@ class Tracker:
         known = self._settings
         if known.mode is WandbMode.offline:
             return {path.name.rpartition("-")[2] for path in self.folder.glob("offline-run-*")}
-        with _told_in_one_line(), suppress(ValueError):  # no such project yet
+        with _as_cannot_track(), suppress(ValueError):  # no such project yet
             api = self._wandb.Api(timeout=known.timeout)
             return {run.id for run in api.runs(f"{known.entity or api.default_entity}/{known.project}")}
         return set()
@@ -160,7 +160,7 @@ class Tracker:
     def push(self, record: Record) -> None:
         """Send a record. Sent twice, it is the same run there."""
         known, timeout = self._settings, self._settings.timeout
-        with _told_in_one_line():
+        with _as_cannot_track():
             self.folder.mkdir(parents=True, exist_ok=True)
             run = self._wandb.init(
                 project=known.project,
@@ -266,7 +266,7 @@ def workspace_of(settings: WandbLogger, entity: str, records: Iterable[Record] =
 
 def save_workspace(settings: WandbLogger, records: Iterable[Record]) -> str:
     """Save the view of records in the project and return its address."""
-    with _told_in_one_line("workspace: "):
+    with _as_cannot_track("workspace: "):
         import wandb
 
         entity = settings.entity or wandb.Api(timeout=settings.timeout).default_entity
@@ -287,7 +287,7 @@ def track(settings: Logger | None, store: Store, record: Record) -> None:
     if not isinstance(settings, WandbLogger) or settings.mode is WandbMode.disabled or _given_up:
         return
     try:
-        with _told_in_one_line():
+        with _as_cannot_track():
             tracker = Tracker(settings, store)
             baseline = None if record.baseline_key is None else store.get(record.baseline_key)
             for run in (baseline, record):

@@ -46,7 +46,7 @@ _METADATA: dict[str, dict[str, Any]] = {"pdf": {"CreationDate": None, "Producer"
 
 
 def style() -> AbstractContextManager[None]:
-    """matplotlib's settings of all figures, within a block."""
+    """A context manager: matplotlib's settings of all figures hold within its block."""
     return matplotlib.rc_context(_STYLE)
 
 

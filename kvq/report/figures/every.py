@@ -40,7 +40,7 @@ def kinds() -> list[Kind]:
 
 
 def stems() -> tuple[str, ...]:
-    """How the names of figures begin, by kind."""
+    """How the names of figures' files begin: one text for each kind, those of plugins too."""
     return tuple(kind.name for kind in kinds())
 
 

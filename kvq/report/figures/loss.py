@@ -205,7 +205,7 @@ _SIDES = ((-6.0, -5.0), (-6.0, 5.0), (-6.0, -12.0), (6.0, 7.0), (-6.0, 12.0), (6
 _NAME, _PANEL = 5.5, (200, 155)
 
 
-def variants(table: Table, _: Store | None = None) -> dict[tuple[str, str], pd.DataFrame]:
+def split_variants(table: Table, _: Store | None = None) -> dict[tuple[str, str], pd.DataFrame]:
     """Variants of each method, by its name (twice), at every width at which there are three or more."""
     found: dict[tuple[str, str], pd.DataFrame] = {}
     if is_of_texts(table):
@@ -227,7 +227,7 @@ def variants(table: Table, _: Store | None = None) -> dict[tuple[str, str], pd.D
     return found
 
 
-@register_figure("variants-{name}", "Variants of {what}: {where}", variants, of="table")
+@register_figure("variants-{name}", "Variants of {what}: {where}", split_variants, of="table")
 def variants_figure(numbers: pd.DataFrame) -> Figure:
     """Bars of ΔNLL with standard errors, a panel for each width, the best on top."""
     parts = [(bits, part.head(_MOST_BARS)) for bits, part in numbers.groupby("bits", sort=False)][:_MOST_PANELS]
@@ -245,8 +245,11 @@ def variants_figure(numbers: pd.DataFrame) -> Figure:
     return made
 
 
-def families(table: Table, _: Store | None = None) -> dict[tuple[str, str], pd.DataFrame]:
-    """Methods whose variants differ in measured bits, by name (twice), with the methods that are compared first."""
+def split_by_rates(table: Table, _: Store | None = None) -> dict[tuple[str, str], pd.DataFrame]:
+    """Numbers of each method whose variants have many rates, by its name (twice), with the methods compared first.
+
+    Of at least `_FEWEST` variants and `_RATES` measured bits; lines as of `runs_table`.
+    """
     numbers, found = runs_table(table, measured_bits, _MEASURED), {}
     own = numbers["method"].map(method_of)
     for method in sorted(set(own) - set(_FIRST_COMPARED)):
@@ -256,7 +259,7 @@ def families(table: Table, _: Store | None = None) -> dict[tuple[str, str], pd.D
     return found
 
 
-@register_figure("measured-{name}", "Variants of {what} over measured bits: {where}", families, of="table")
+@register_figure("measured-{name}", "Variants of {what} over measured bits: {where}", split_by_rates, of="table")
 def family_figure(numbers: pd.DataFrame) -> Figure:
     """ΔNLL with standard errors by measured bits: a marker for each variant, lines of the methods compared first."""
     known = numbers[numbers["delta_nll"].notna()].sort_values(_MEASURED, kind="stable")

@@ -147,7 +147,7 @@ class Answers(dict[Address, Record]):
 
 
 def address(record: Record) -> Address:
-    """Where a record is found."""
+    """The address of a record in `Answers`: its signature, and of a time the machine that measured it."""
     machine = str(record.config.get("machine") or "")
     return Address(signature(record.config, record.model, record.dataset), machine)
 

@@ -43,7 +43,7 @@ class Row:
 
     @property
     def pays_text(self) -> str:
-        """From where its tables pay, and against what."""
+        """In words: from how many tokens in flight on its calibrated tables pay, and which rival it then undercuts."""
         if self.pays is None:
             return DASH
         tokens, rival = self.pays
@@ -179,7 +179,7 @@ def fixed(value: float, digits: int, signed: bool = False) -> str:
 
 
 def _number(row: Row, metric: Metric, with_error: bool = False) -> str:
-    """A metric of a run, and where it is asked for and there is one, its standard error."""
+    """A metric of a run as text, with its standard error if `with_error`; a dash where it lacks it in this unit."""
     value, error = (row.record.metrics.get(f"{metric.name}{end}") for end in ("", "_se"))
     if value is None or row.record.units.get(metric.name, metric.unit) != metric.unit:
         return DASH

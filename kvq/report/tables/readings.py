@@ -75,7 +75,7 @@ class Reference:
 
 
 def read_reference(path: Path | None = None) -> Reference:
-    """Every published figure."""
+    """The published figures of a CSV file (None: that of `reference_path`). Raises: RecordError: it cannot be read."""
     path = path or reference_path()
     try:
         with path.open(encoding="utf-8", newline="") as file:
