@@ -160,7 +160,8 @@ class Codec:
         count, tail = divmod(tokens, size)
         step = 1 if self.quantizer.variable_rows else _blocks_at_once(batch * heads * size * head_dim)
         whole = [(at * size, size, min(step, count - at)) for at in range(0, count, step)]
-        runs, pieces = [], []
+        runs: list[BlockRun] = []
+        pieces = []
         for start, length, number in (*whole, (count * size, tail, 1)):
             if length and number:
                 blocks = x[:, :, start : start + length * number].unflatten(2, (number, length)).transpose(1, 2)

@@ -40,7 +40,7 @@ class AttendedLayer(KVCacheLayer):
     saved = (*KVCacheLayer.saved, "_received")
     _received: Float[Tensor, "batch kv_heads tokens"] | None = None
 
-    def _add(self, received: Float[Tensor, "batch kv_heads tokens"], kept: float = 1.0) -> None:
+    def _add_received(self, received: Float[Tensor, "batch kv_heads tokens"], kept: float = 1.0) -> None:
         """Add the weights that all tokens, also new ones, have received since the last call; `kept` of earlier sums."""
         if self._received is not None:
             new = received.shape[-1] - self._received.shape[-1]

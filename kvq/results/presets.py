@@ -204,7 +204,8 @@ def _codec_departures(ours: Any, theirs: Any) -> tuple[list[str], list[str]]:
     order, usual = ([name for name in codec.get("order") or names if name in kept] for codec, names in pairs)
     words += [f"order {', '.join(order)}"] if order != usual else []
     words += _changed_settings(part_of(ours, "quantizer"), part_of(theirs, "quantizer"))
-    words += _changed_settings(*({k: part for k, part in codec.items() if k not in _CODEC} for codec in (ours, theirs)))
+    rest, usual_rest = ({k: part for k, part in codec.items() if k not in _CODEC} for codec in (ours, theirs))
+    words += _changed_settings(rest, usual_rest)
     return changes, [f"@{word}" for word in words]
 
 

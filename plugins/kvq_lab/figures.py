@@ -286,13 +286,8 @@ def search_figure(table: pd.DataFrame) -> Figure:
     made, axes = panels(2, 3.0, 1, 2)
     done = table.dropna(subset=[first, second])
     for index, (sampler, part) in enumerate(table.groupby("sampler", sort=True)):
-<<<<<<< HEAD
         own = part.dropna(subset=[first, second])
         draw_points(axes[0], own[second], own[first], index, str(sampler), s=14)
-=======
-        ended = part.dropna(subset=[first, second])
-        points(axes[0], ended[second], ended[first], index, str(sampler), s=14)
->>>>>>> e319fc2e (Local names in the lab say what they hold)
         for place, (_, line) in enumerate(part.groupby("seed")):
             look = {"color": colour(index), "linestyle": dash(index), "linewidth": 0.9}
             label = str(sampler) if place == 0 else None
