@@ -40,6 +40,6 @@ def test_a_sweep_under_a_launcher_is_the_same_sweep(tmp_path: Path, launcher: st
 
 def test_a_launcher_that_is_not_there_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["-m", "bits=2,3", "hydra/launcher=joblb"]) == 2
-    assert "unknown launcher" in (said := capsys.readouterr().err)
+    assert "hydra/launcher=joblb: one of basic" in (said := capsys.readouterr().err)
     assert "Did you mean 'joblib'" in said
     assert said.count("\n") == 1

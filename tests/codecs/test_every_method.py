@@ -73,6 +73,7 @@ QUANTIZING = [name for name in CODED if bits_range(name) is not None]
 GROUPS = ["own", 5, 16, "null"]
 NAMED = [module.name for module in pkgutil.iter_modules(kvq.codecs.__path__) if not module.name.endswith("_gpu")]
 MODULES = [importlib.import_module(f"kvq.codecs.{name}") for name in NAMED]
+MODULES += [module for held in of_plugins("PACKING") for module in held]
 PACKING = [module for module in MODULES if getattr(module, "pack", None) is pack]
 GROUPED = ("", "high.", "low.", "base.", "delta.")
 CODES = tuple(f"{group}{part}" for group in GROUPED for part in ("codes.", "signs", "string"))

@@ -126,6 +126,7 @@ def test_committed_runs_are_their_presets() -> None:
         "calibrated on text",
         "calibrated on pydocs+text",
         "calibration samples",
+        "calibration seed",
         "transform tables",
         "tables float16",
         "heads together",

@@ -41,6 +41,7 @@ SETTINGS = (
     *(f"real/{name}" for name in ("allocated", "eviction", "layers", "niah", "residual", "round_weights")),
     "method.calibration.path=",
     "method.calibration.samples=",
+    "method.calibration.seed=",
     "method.bits_by_layer",
     "method.sink_tokens=",
     "stages.transform.tables=",

@@ -11,6 +11,7 @@ from torch import Tensor
 
 import kvq
 from kvq.codecs import RandomRotation, bind_codec, fit_codec, rope_table, trellis
+from kvq_zoo import qjl
 from kvq_zoo.kvtc import CoefficientQuantizer
 from kvq_zoo.spectral import SpectralQuantizer
 from kvq_zoo.tests import engine_oracles, kvtc_oracle, rival_oracles, triplet_oracles
@@ -314,6 +315,7 @@ PAIRS: dict[str, Callable[[], Iterable[tuple[Tensor, np.ndarray]]]] = {
 }
 """Rows of the table of docs/methods.md: what `tests/methods/test_held_against.py` compares."""
 UNPACKED = (CoefficientQuantizer,)
+PACKING = [qjl]
 SIZED = ("kvq_zoo.block_float.BlockFloatQuantizer",)
 IN_ALL: dict[type, Callable[[int, float], bool]] = {
     OctahedralQuantizer: lambda bits, stored: stored == 22 * (3 * bits + 1) / 64 + 16 / 64,
