@@ -47,7 +47,7 @@ from kvq.models import LoadedModel, load_model
 from kvq.results.provenance import PeakMemory, bytes_in_use, cpu_name, device_name, package_versions
 from kvq.tasks.capture import capture
 from kvq.tasks.reader import Reader
-from kvq.tasks.scoring import generation_bounds, parallel_method, score
+from kvq.tasks.scoring import parallel_method, score, scoring_bounds
 from kvq.tasks.tni import NormStatistics
 
 CONTEXT = 2048
@@ -109,7 +109,7 @@ def chunked_speed(loaded: LoadedModel, tokens: torch.Tensor, pairs: int) -> dict
     for name in METHODS:
         method = build_method(name, bits=BITS, overrides=["residual.size=64"])
         single = [(i, i + 1) for i in range(tokens.shape[1] - 1)]
-        chunks = generation_bounds(method, tokens.shape[1] - 1)
+        chunks = scoring_bounds(method, tokens.shape[1] - 1)
         out[name] = paired(
             lambda method=method, single=single: consume(loaded, method, tokens, single),
             lambda method=method, chunks=chunks: consume(loaded, method, tokens, chunks),
