@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Float
 from torch import Size, Tensor
 
-from kvq.codecs.packed import UNIT, BlockRun, Packed
+from kvq.codecs.packed import UNIT, BlockRun, Packed, merge_runs
 from kvq.codecs.quantizers import Gain, Parts, Passthrough, Quantizer, shared_group, to_stored, without_prefix
 from kvq.codecs.stages import Rope, Stage
 from kvq.errors import ConfigError, DataError, Unsupported, did_you_mean, require
@@ -160,7 +160,7 @@ class Codec:
         count, tail = divmod(tokens, size)
         step = 1 if self.quantizer.variable_rows else _blocks_at_once(batch * heads * size * head_dim)
         whole = [(at * size, size, min(step, count - at)) for at in range(0, count, step)]
-        runs: list[BlockRun] = []
+        runs: tuple[BlockRun, ...] = ()
         pieces = []
         for start, length, number in (*whole, (count * size, tail, 1)):
             if length and number:
@@ -168,13 +168,10 @@ class Codec:
                 turned = None if rope is None else rope.narrow(start, length * number).blocks(length, number)
                 parts = {name: part.transpose(1, 2) for name, part in self.encode_block(blocks, turned).items()}
                 rows = {name: part.shape[-2] for name, part in parts.items()}
-                if not self.quantizer.variable_rows and runs and (runs[-1].tokens, runs[-1].rows) == (length, rows):
-                    runs[-1] = BlockRun(length, runs[-1].count + number, rows)
-                else:
-                    runs.append(BlockRun(length, number, rows))
+                runs = merge_runs(runs, (BlockRun(length, number, rows),))
                 pieces.append({name: part.flatten(2, 3) for name, part in parts.items()})
         parts = pieces[0] if len(pieces) == 1 else {name: torch.cat([p[name] for p in pieces], 2) for name in pieces[0]}
-        return Packed(parts, tuple(runs), batch, heads, head_dim, x.dtype)
+        return Packed(parts, runs, batch, heads, head_dim, x.dtype)
 
     def token_widths(self, heads: int, head_dim: int, like: Tensor) -> dict[str, int]:
         """`Packed.token_widths` of what it stores of `[heads, tokens, head_dim]`."""
@@ -198,8 +195,9 @@ class Codec:
         shape = (packed.batch, packed.heads, packed.tokens, packed.head_dim)
         out, first = next(iter(packed.parts.values())).new_empty(shape, dtype=packed.dtype), 0
         for run, parts in packed.by_run():
-            blocks, size = run.blocks(parts), packed.batch * packed.heads * run.tokens * packed.head_dim
-            for at in range(0, run.count, step := _blocks_at_once(size)):
+            blocks = run.blocks(parts)
+            step = _blocks_at_once(packed.batch * packed.heads * run.tokens * packed.head_dim)
+            for at in range(0, run.count, step):
                 count = min(step, run.count - at)
                 length = run.tokens * count
                 some = {name: part.narrow(1, at, count) for name, part in blocks.items()}
