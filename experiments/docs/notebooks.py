@@ -5,7 +5,9 @@ from __future__ import annotations
 import base64
 import io
 import os
+import re
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -31,16 +33,23 @@ def slim(notebook: Any) -> Any:
         cell.outputs = [output for output in cell.outputs if output.get("name") != "stderr"]
         for output in cell.outputs:
             if "text" in output:
-                output.text = output.text.replace(str(ROOT), ".")
+                output.text = _without_paths(output.text)
             if "data" in output:
                 output.metadata = nbformat.from_dict({})
                 if "image/png" in output.data:
                     output.data = nbformat.from_dict({"image/png": _small(output.data["image/png"])})
+                for kind in {"text/plain", "text/html"} & output.data.keys():
+                    output.data[kind] = _without_paths(output.data[kind])
             if "execution_count" in output:
                 output.execution_count = number
     for cell in notebook.cells:
         cell.metadata = nbformat.from_dict({})
     return notebook
+
+
+def _without_paths(text: str) -> str:
+    """Text with paths of the checkout as relative ones, and folders made for one run as `results`."""
+    return re.sub(rf"{re.escape(tempfile.gettempdir())}/tmp\w+", "results", text.replace(str(ROOT), "."))
 
 
 def _small(png: str) -> str:
