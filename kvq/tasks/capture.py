@@ -30,10 +30,7 @@ from kvq.tasks.scoring import cut_windows
 
 @dataclass(frozen=True)
 class LayerStates:
-    """States of one layer for a batch of one window; keys and queries as attention reads them, after RoPE.
-
-    `rope`: the rotations of the keys; None: no rotary embedding.
-    """
+    """States of one layer for a window, as attention reads them; `rope`: rotations of the keys (None: no RoPE)."""
 
     index: int
     query: Float[Tensor, "1 heads tokens dim"]
@@ -47,10 +44,7 @@ class LayerStates:
 def capture(
     loaded: LoadedModel, tokens: Int[Tensor, " tokens"], visit: Callable[[LayerStates], None], **media: Tensor
 ) -> None:
-    """Run `tokens` through the model without a cache and call `visit` before every attention.
-
-    `media`: further inputs of the model, such as `pixel_values`.
-    """
+    """Run `tokens` without a cache; call `visit` before every attention; `media`: further inputs of the model."""
     if getattr(loaded.text_config, "kv_lora_rank", None):
         raise Unsupported("model: its attention reads keys expanded from a latent; what a cache holds is the latent")
     base = base_of(loaded.model)
@@ -84,10 +78,8 @@ def capture(
                 hooked.callback(hook_attention_functions(module, see))
         base(input_ids=tokens[None].to(loaded.device), use_cache=False, **media)
     if len(seen) < len(styles):
-        raise Unsupported(
-            f"model: {type(loaded.model).__name__} has attentions outside of transformers' attention interface, whose "
-            "queries cannot be seen"
-        )
+        outside = "outside of transformers' attention interface, whose queries cannot be seen"
+        raise Unsupported(f"model: {type(loaded.model).__name__} has attentions {outside}")
 
 
 def windows_of(inputs: Inputs) -> list[Int[Tensor, " tokens"]]:

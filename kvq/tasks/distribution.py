@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections import defaultdict
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Float
@@ -27,7 +25,7 @@ from kvq.models.inputs import Inputs
 from kvq.results.files import Journal
 from kvq.tasks import capture as capturing
 from kvq.tasks.capture import LayerStates, capture_windows
-from kvq.tasks.measurement import Baseline, Measurement, Task, mean_metric, units_like
+from kvq.tasks.measurement import Baseline, Measurement, Task, averaged, mean_metric, units_like
 
 States = Float[Tensor, "batch heads tokens dim"]
 Place = dict[str, Any]
@@ -39,12 +37,7 @@ ORACLE_SAMPLES = 4096
 
 
 def nsn(x: States, step: str, chunk: int | None = 64) -> States:
-    """`x` after normalizing tokens to norm √D (N), centering channels per chunk (NS), normalizing again (NSN).
-
-    `chunk`: tokens that share a channel mean; None: all. A short last chunk has its own mean.
-    """
-    if step not in STEPS:
-        raise ValueError(f"step={step}: one of {', '.join(STEPS)}")
+    """Tokens normalized to √D (N), channels centered per chunk (S; None: all tokens), normalized again (N)."""
     normalize = TokenNorm(rms=True)
     y = normalize.forward(x)[0]
     if "S" in step:
@@ -58,10 +51,7 @@ def hadamard(x: States) -> States:
 
 
 def channel_kl(x: Float[Tensor, "tokens channels"]) -> Float[Tensor, " channels"]:
-    """KL of each channel's histogram to N(0, 1), in nats: 100 bins of width 0.1 on [-5, 5] against CDF differences.
-
-    Values beyond the ends count in the last bins, whose normal mass then includes the tail.
-    """
+    """KL (nats) of channels' histograms to N(0, 1): 100 bins on [-5, 5], the last with the normal's tails."""
     index = ((x.double() - LOW) * (BINS / (HIGH - LOW))).floor().clamp(0, BINS - 1).long()
     offsets = torch.arange(x.shape[1], device=x.device) * BINS
     counts = torch.bincount((index + offsets).flatten(), minlength=BINS * x.shape[1]).view(-1, BINS)
@@ -78,12 +68,8 @@ def oracle(draws: int, samples: int = ORACLE_SAMPLES, seed: int = 0) -> float:
     return float(channel_kl(torch.randn(samples, draws, generator=generator, dtype=torch.float64)).mean())
 
 
-@dataclass(frozen=True)
-class ChannelMoments:
-    """Statistics of channels over tokens, per head: means, deviations, and covariances of different channels.
-
-    `lowest`, `highest`: least and largest covariance of each channel with the others (0 where all have one sign).
-    """
+class ChannelMoments(NamedTuple):
+    """Statistics of channels over tokens, per head; `lowest`, `highest`: covariances with the other channels."""
 
     mean: Float[Tensor, "heads dim"]
     deviation: Float[Tensor, "heads dim"]
@@ -98,15 +84,10 @@ def moments(x: States) -> ChannelMoments:
     mean = flat.mean(1)
     centered = flat - mean[:, None]
     covariance = centered.mT @ centered / flat.shape[1]
-    variance = covariance.diagonal(dim1=1, dim2=2).clone()
+    deviation = covariance.diagonal(dim1=1, dim2=2).sqrt()
     covariance.diagonal(dim1=1, dim2=2).zero_()
-    return ChannelMoments(
-        mean,
-        variance.sqrt(),
-        torch.linalg.matrix_norm(covariance),
-        covariance.amin(2),
-        covariance.amax(2),
-    )
+    norm = torch.linalg.matrix_norm(covariance)
+    return ChannelMoments(mean, deviation, norm, covariance.amin(2), covariance.amax(2))
 
 
 @dataclass(frozen=True)
@@ -120,20 +101,14 @@ class VarianceRange:
 
 
 def lemma_range(mean: Float[Tensor, " dim"], off_diagonal: float, alpha: float, constant: float) -> VarianceRange:
-    """The range [1 - ε - Γβ, 1 + Γβ] of Lemma 1, with β = sqrt(ln(2/α) / c) / d.
-
-    ε: the mean squared channel mean; Γ: the off-diagonal norm; c: `constant` of the Hanson-Wright inequality.
-    """
+    """Lemma 1: [1 - ε - Γβ, 1 + Γβ], ε the mean of `mean`², Γ `off_diagonal`, β = sqrt(ln(2/α) / `constant`) / d."""
     beta = math.sqrt(math.log(2 / alpha) / constant) / mean.shape[0]
     epsilon = float(mean.double().square().mean())
     return VarianceRange(1 - epsilon - off_diagonal * beta, 1 + off_diagonal * beta, epsilon, off_diagonal)
 
 
 def correlation_in_groups(x: States, size: int = VECTOR) -> Float[Tensor, " heads"]:
-    """Mean |correlation| between two channels of the same group of `size` consecutive ones (figure 10), per head.
-
-    Channels that do not vary correlate with none.
-    """
+    """Mean |correlation| between channels of groups of `size` (figure 10), per head; constant channels have none."""
     flat = x.double().transpose(0, 1).flatten(1, 2).unflatten(-1, (-1, size)).transpose(1, 2)
     flat = flat - flat.mean(2, keepdim=True)
     deviation = flat.square().sum(2, keepdim=True).sqrt()
@@ -159,13 +134,6 @@ def synthetic_cosine(tokens: int, head_dim: int, bits: int, codebook: str, seed:
 ORACLE_DRAWS = 1000
 
 
-def plain(layer: LayerStates, side: str) -> Tensor:
-    """Values, or keys before their rotary embedding, in the compute dtype."""
-    x = getattr(layer, side)
-    x = x if x.dtype == torch.float64 else x.float()
-    return _rotated_by_rope(layer, x, back=True) if side == "key" else x
-
-
 def _rotated_by_rope(layer: LayerStates, x: Tensor, back: bool) -> Tensor:
     """Apply the layer's RoPE to `x`, or undo it (`back`)."""
     if layer.rope is None:
@@ -179,7 +147,7 @@ class Distributions:
 
     def __init__(self, task: DistributionConfig) -> None:
         self.task = task
-        self._means: dict[tuple[tuple[str, Any], ...], list[dict[str, float]]] = defaultdict(list)
+        self._found: list[dict[str, Any]] = []
         self.first: list[dict[str, Any]] = []
         self._seen: set[int] = set()
         self._kept = 0  # windows of which vectors are kept
@@ -188,19 +156,25 @@ class Distributions:
         """Add the statistics of one layer of one window."""
         for side in ("key", "value"):
             place = {"side": side, "layer": layer.index}
-            x = plain(layer, side)
+            given = getattr(layer, side)
+            x = given if given.dtype == torch.float64 else given.float()
+            x = _rotated_by_rope(layer, x, back=True) if side == "key" else x
             steps = {step: nsn(x, step, self.task.chunk) for step in STEPS}
             if side == "key":
                 steps = {step: _rotated_by_rope(layer, y, back=False) for step, y in steps.items()}
             for step, y in steps.items():
                 for turned, z in ((False, y), (True, hadamard(y))):
                     for head in range(z.shape[1]):
-                        names = {**place, "head": head, "step": step, "hadamard": turned}
-                        self._add_number("kl", names, kl=float(channel_kl(z[0, head]).mean()))
+                        names = {"kind": "kl", **place, "head": head, "step": step, "hadamard": turned}
+                        self._found.append(names | {"kl": float(channel_kl(z[0, head]).mean())})
             rotated = hadamard(steps["NSN"])
-            self._add_cosines(place, rotated)
+            for head, value in enumerate(correlation_in_groups(rotated).tolist()):
+                self._found.append({"kind": "correlation", **place, "head": head, "correlation": value})
+            for book, bits in [(name, bits) for name in self.task.codebooks for bits in CODEBOOKS[name]]:
+                cosine = float(vector_cosine(rotated, bits, book).mean())
+                self._found.append({"kind": "vq", **place, "codebook": book, "bits": bits, "cosine": cosine})
             if layer.index not in self._seen:
-                for stage, y in (("input", getattr(layer, side)), ("NSN", steps["NSN"]), ("NSN+Hadamard", rotated)):
+                for stage, y in (("input", given), ("NSN", steps["NSN"]), ("NSN+Hadamard", rotated)):
                     found = moments(y)
                     for head, (mean, deviation) in enumerate(zip(found.mean, found.deviation, strict=True)):
                         row = {"kind": "moments", **place, "head": head, "stage": stage}
@@ -210,19 +184,6 @@ class Distributions:
                 self._keep_vectors(place, x)
         self._kept += layer.index == self.task.vector_layer
         self._seen.add(layer.index)
-
-    def _add_number(self, kind: str, names: Mapping[str, Any], **values: float) -> None:
-        """Add values to the means of the row of this kind with these `names`."""
-        self._means[("kind", kind), *names.items()].append(values)
-
-    def _add_cosines(self, place: Place, rotated: Tensor) -> None:
-        """Add correlations of channels, and cosines to the nearest codewords, of states after NSN and Hadamard."""
-        for head, value in enumerate(correlation_in_groups(rotated).tolist()):
-            self._add_number("correlation", {**place, "head": head}, correlation=value)
-        for name in self.task.codebooks:
-            for bits in CODEBOOKS[name]:
-                found = float(vector_cosine(rotated, bits, name).mean())
-                self._add_number("vq", {**place, "codebook": name, "bits": bits}, cosine=found)
 
     def _add_lemma(self, place: Place, normal: Tensor) -> None:
         """Add rows that compare Lemma 1's range of variances with those under `task.signs` random rotations."""
@@ -237,8 +198,7 @@ class Distributions:
             row = {"kind": "lemma", **place, "head": head, **vars(limits)}
             row |= {"variance_min": float(here.min()), "variance_max": float(here.max())}
             row |= {"inside": float(inside.double().mean())}
-            row |= {"covariance_min": float(lowest.amin()), "covariance_max": float(highest.amax())}
-            self.first.append(row)
+            self.first.append(row | {"covariance_min": float(lowest.amin()), "covariance_max": float(highest.amax())})
             if self.task.channel_ranges and not self._seen:  # the first layer
                 ranges = {"lowest": _rounded(lowest), "highest": _rounded(highest)}
                 self.first.append({"kind": "ranges", **place, "head": head, **ranges})
@@ -255,11 +215,8 @@ class Distributions:
 
     def samples(self) -> list[dict[str, Any]]:
         """All rows: means over windows first, then numbers of the first window and vectors."""
-        rows = []
-        for names, found in self._means.items():
-            mean = {name: sum(each[name] for each in found) / len(found) for name in found[0]}
-            rows.append({**dict(names), **mean})
-        return rows + self.first
+        names = ("kind", "side", "layer", "head", "step", "hadamard", "codebook", "bits")
+        return averaged(self._found, *names) + self.first
 
 
 def _rounded(values: Tensor) -> list[float]:
@@ -294,11 +251,9 @@ def check(inputs: Inputs, method: Method) -> None:
     task: DistributionConfig = inputs.config.task
     if not method.is_full_precision:
         raise Unsupported("task=distribution: looks at keys and values before any method; method=fp16")
-    for name in task.codebooks:
-        if name not in CODEBOOKS:
-            raise ConfigError(
-                f"task.codebooks={task.codebooks}: each of {', '.join(CODEBOOKS)}.{did_you_mean(name, CODEBOOKS)}"
-            )
+    for name in set(task.codebooks) - CODEBOOKS.keys():
+        known = f"each of {', '.join(CODEBOOKS)}.{did_you_mean(name, CODEBOOKS)}"
+        raise ConfigError(f"task.codebooks={task.codebooks}: {known}")
     for head_dim in inputs.head_dims:
         Hadamard().check(head_dim)
         VectorQuantizer(2).check(head_dim)

@@ -66,10 +66,7 @@ def prompt_of(inputs: Inputs) -> list[int]:
 
 
 def repetition(tokens: Sequence[int], length: int) -> float:
-    """Share of the n-grams of `length` tokens that were there before; 0 where the text has none.
-
-    Source: Welleck et al. 2020 (arXiv 1908.04319), section 6, `seq-rep-n`.
-    """
+    """Share of n-grams that were there before (`seq-rep-n`, Welleck et al. 2020, arXiv 1908.04319, section 6)."""
     grams = [tuple(tokens[start : start + length]) for start in range(len(tokens) - length + 1)]
     return 1 - len(set(grams)) / len(grams) if grams else 0.0
 
@@ -91,27 +88,19 @@ def measure(inputs: Inputs, method: Method, baseline: Baseline | None, journal: 
     cache, logits = reader.begin(reader.tensor([prompt]))
     (tokens,) = reader.write(cache, logits, task.max_new_tokens, reader.ends(tokenizer))
     cache.check_finite()
-    sample: dict[str, Any] = {
-        "item": "prompt",
-        "prompt": text_of(task),
-        "tokens": tokens,
-        "text": answer_text(tokenizer, tokens, ()),
-    }
-    metrics = {
-        **storage_metrics(cache, 1),
-        "prompt_tokens": float(len(prompt)),
-        "new_tokens": float(len(tokens)),
-        "repetition": repetition(tokens, task.ngram),
-    }
+    text = answer_text(tokenizer, tokens, ())
+    sample: dict[str, Any] = {"item": "prompt", "prompt": text_of(task), "tokens": tokens, "text": text}
+    metrics = storage_metrics(cache, 1) | {"repetition": repetition(tokens, task.ngram)}
+    metrics |= {"prompt_tokens": float(len(prompt)), "new_tokens": float(len(tokens))}
     if baseline is not None:
         (full,) = baseline.samples
         metrics["same_tokens"] = float(shared(tokens, full["tokens"]))
     return Measurement(metrics, units_of(metrics), [sample])
 
 
-TASK = Task(
-    check,
-    measure,
-    lambda inputs: hashlib.sha256(text_of(inputs.config.task).encode()).hexdigest(),
-    texts=lambda inputs: [text_of(inputs.config.task)],
-)
+def fingerprint(inputs: Inputs) -> str:
+    """The sha256 (hex) of the prompt's text."""
+    return hashlib.sha256(text_of(inputs.config.task).encode()).hexdigest()
+
+
+TASK = Task(check, measure, fingerprint, texts=lambda inputs: [text_of(inputs.config.task)])

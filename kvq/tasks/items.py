@@ -1,15 +1,15 @@
 """Tasks made of items: each item is scored, saved at once, and compared with the same item in full precision.
 
-One rule says which prompts go through a model together. A batch has `task.batch_size` prompts; by default (null) as
-many as `ROWS`, and no more tokens than `TOKENS`. Prompts of unequal length share a batch where method and model hold
-sequences apart; elsewhere those of equal length do. Equal or not, the answers are those of each prompt on its own, up
-to the last bits of what a batch rounds.
+A batch has `task.batch_size` prompts; by default (null) as many as `ROWS`, and no more tokens than `TOKENS`. Prompts of
+unequal length share a batch where method and model hold sequences apart; elsewhere those of equal length do. Either
+way answers are those of each prompt on its own, up to the last bits of what a batch rounds.
 """
 
 from __future__ import annotations
 
 import math
 import sys
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
@@ -38,9 +38,7 @@ TOKENS = 16_384
 
 def has_room(prompts: int, longest: int, rows: int | None) -> bool:
     """Whether a batch may have this many prompts, the longest of this many tokens; `rows`: as `task.batch_size`."""
-    if rows is not None:
-        return prompts <= rows
-    return prompts == 1 or (prompts <= ROWS and prompts * longest <= TOKENS)
+    return prompts <= rows if rows is not None else prompts == 1 or prompts <= min(ROWS, TOKENS // longest)
 
 
 def batches_of(lengths: Sequence[int], rows: int | None, unequal: bool) -> list[list[int]]:
@@ -58,10 +56,7 @@ def batches_of(lengths: Sequence[int], rows: int | None, unequal: bool) -> list[
 def read_in_batches(
     reader: Reader, prompts: Sequence[Sequence[int]], rows: int | None
 ) -> Iterator[tuple[list[int], KVCache, Float[Tensor, "batch vocab"]]]:
-    """All prompts in batches: their indices, the cache that holds them, and the logits after each.
-
-    Under `prefill=chunked`, prompts are read one after the other, what they share once, and answered together.
-    """
+    """Prompts in batches: indices, cache, logits; `chunked`: read in turn, what they share once, answered together."""
     if reader.prefill is Prefill.whole or not reader.can_join:
         for batch in batches_of([len(prompt) for prompt in prompts], rows, reader.can_mix_lengths):
             yield batch, *reader.begin_together([prompts[index] for index in batch])
@@ -124,14 +119,11 @@ def write_answers(
     """Write and score answers of at most `most` tokens to prompts that are read together.
 
     An answer that has ended leaves its batch, so that its storage is its own; with `stay` all rows go on until the last
-    has ended, and each has its part of what the cache then holds.
-
-    Args:
-        sample: what the record keeps of the answer to a prompt, by the prompt's place and the new tokens, up to and
-            with the one that ended the answer.
+    has ended, and each has its part of the cache. `sample`: what the record keeps, by the prompt's place and new
+    tokens.
     """
-    seconds: dict[str, float] = {}
-    device, before, stored = reader.loaded.device, reader.tokens_read, {}
+    seconds, stored = dict[str, float](), dict[int, dict[str, float]]()
+    device, before = reader.loaded.device, reader.tokens_read
     with timed(seconds, "prefill", device=device):
         cache, logits = reader.begin_together(prompts)
     read = (reader.tokens_read - before) / len(prompts)
@@ -145,30 +137,21 @@ def write_answers(
     if stay:
         cache.check_finite()
         stored = dict.fromkeys(range(len(rows)), storage_metrics(cache, len(rows)))
-    spent = {phase: took / len(rows) for phase, took in seconds.items()}
-    costs = ({"prompt_tokens": float(len(prompt)), "read_tokens": read} for prompt in prompts)
-    return [
-        Scored(sample(index, row), cost | {"new_tokens": float(len(row)), **spent, **stored[index]})
-        for index, (row, cost) in enumerate(zip(rows, costs, strict=True))
-    ]
+    each = {"read_tokens": read} | {phase: took / len(rows) for phase, took in seconds.items()}
+    tokens = [{"prompt_tokens": float(len(a)), "new_tokens": float(len(b))} for a, b in zip(prompts, rows, strict=True)]
+    return [Scored(sample(index, row), tokens[index] | each | stored[index]) for index, row in enumerate(rows)]
 
 
 def score_items(
     items: Items[T], score: Callable[[Sequence[T]], list[Scored]], journal: Journal, label: str, prefix: str = ""
 ) -> list[Scored]:
-    """Score every batch that is not in the journal by `score`, independent of other batches, and add it there.
-
-    `prefix`: of the items' names in the journal, for a second scoring of the same items.
-    """
+    """Score the batches that the journal lacks and add them; `prefix`: of names, for another scoring."""
     out: list[Scored] = []
-    total = sum(map(len, items.batches))
-    with tqdm(total=total, desc=label, unit="item", leave=False, disable=None) as bar:
+    with tqdm(total=sum(map(len, items.batches)), desc=label, unit="item", leave=False, disable=None) as bar:
         for batch in items.batches:
             names = [prefix + items.name(item) for item in batch]
             if not all(name in journal.rows for name in names):
-                scored = score(batch)
-                rows = zip(names, scored, strict=True)
-                journal.add([{"item": name, "sample": one.sample, "cost": one.cost} for name, one in rows])
+                journal.add([{"item": name, **vars(one)} for name, one in zip(names, score(batch), strict=True)])
             out += [Scored(journal.rows[name]["sample"], journal.rows[name]["cost"]) for name in names]
             bar.update(len(batch))
     return out
@@ -183,10 +166,7 @@ def measure_items(
     label: str,
     name: str = "accuracy",
 ) -> Measurement:
-    """Score all items and compare them with the baseline; without one, with a second scoring in another batch order.
-
-    `name`: metric of the mean `score` of the samples; one that `kvq.results.metrics` does not list has no unit.
-    """
+    """Score items (`name`: of the mean) against the baseline, which is scored a second time in another order."""
     print_items(items.skipped, "skipped")
     if not any(items.batches):
         first = next((f"{item}: {why}" for item, why in sorted(items.skipped.items())), "there are none")
@@ -219,19 +199,17 @@ def mean_score(samples: Sequence[Sample]) -> float:
 
 def by_part(samples: Sequence[Sample], field_name: str, name: str, key: str = "score") -> dict[str, float]:
     """Means of `key` for each value of a field, as metrics `name[field=value]`."""
-    parts: dict[Any, list[float]] = {}
+    parts: dict[Any, list[float]] = defaultdict(list)
     for sample in samples:
-        parts.setdefault(sample[field_name], []).append(float(sample[key]))
+        parts[sample[field_name]].append(float(sample[key]))
     return {f"{name}[{field_name}={part}]": float(np.mean(scores)) for part, scores in parts.items()}
 
 
 def costs(scored: Sequence[Scored]) -> dict[str, float]:
     """Numbers of tokens and tokens per second over all items, and the mean storage at the end of an answer."""
-    total = {
-        name: math.fsum(one.cost.get(name, 0.0) for one in scored)
-        for name in ("prompt_tokens", "read_tokens", "new_tokens", "prefill", "decode")
-    }
-    out = {name: total[name] for name in ("prompt_tokens", "read_tokens", "new_tokens")}
+    counted = ("prompt_tokens", "read_tokens", "new_tokens")
+    total = {name: math.fsum(one.cost.get(name, 0.0) for one in scored) for name in (*counted, "prefill", "decode")}
+    out = {name: total[name] for name in counted}
     for phase, tokens in (("prefill", "read_tokens"), ("decode", "new_tokens")):
         if total[phase] > 0 and total[tokens] > 0:
             out[f"{phase}_tokens_per_second"] = total[tokens] / total[phase]
@@ -268,8 +246,7 @@ def compare(samples: Sequence[Sample], baseline: Baseline, task: ItemsConfig, na
 
 def print_items(items: Mapping[str, str], what: str) -> None:
     """Print to stderr how many `what` items there are, and some with their reasons."""
-    if not items:
-        return
     shown = "; ".join(f"{item}: {why}" for item, why in sorted(items.items())[:_SHOWN])
     more = f"; and {len(items) - _SHOWN} more, all in the samples" if len(items) > _SHOWN else ""
-    tqdm.write(f"{len(items)} {what} items: {shown}{more}", file=sys.stderr)
+    if items:
+        tqdm.write(f"{len(items)} {what} items: {shown}{more}", file=sys.stderr)

@@ -1,19 +1,16 @@
 """`task=random_states`, `task=model_states`: errors of the codecs of one or two methods on known states.
 
-Random states are drawn from a known distribution, as kvquant-plus-plus does (sections 2.2, 3.2, 3.4 and 9.6); no model
-is read. A model's states are those of a block, layer by layer: its last query ranks its tokens, the queries after it
-are held out (sections 3.1-3.3). All tokens of a draw or of a layer are one block, whatever the residual.
+Random states are drawn as kvquant-plus-plus does (sections 2.2, 3.2, 3.4 and 9.6). Of a model's states, layer by layer,
+the last query ranks the tokens, the queries after it are held out (sections 3.1-3.3). A draw or layer is one block.
 """
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import math
 from collections import defaultdict
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 from jaxtyping import Float
@@ -26,7 +23,7 @@ from kvq.diagnostics import relative_mse, weighted_mse
 from kvq.errors import ConfigError, Unsupported
 from kvq.methods.build import build_method
 from kvq.methods.method import Method
-from kvq.methods.mixed_precision import MixedPrecision, Saliency
+from kvq.methods.mixed_precision import Saliency
 from kvq.methods.tiers import AdaptiveTiers, TierStore
 from kvq.models.inputs import Inputs
 from kvq.results import run_key
@@ -34,7 +31,7 @@ from kvq.results.files import Journal
 from kvq.results.metrics import units_of
 from kvq.results.versions import versions_of_method
 from kvq.tasks.capture import LayerStates, capture, windows_of
-from kvq.tasks.measurement import Baseline, Measurement, Task
+from kvq.tasks.measurement import Baseline, Measurement, Task, averaged
 
 _STREAM = 3_141_592_653  # rotations, sketches and starts have small seeds: no state is drawn from the same generator
 _DRAWS = 1000
@@ -42,11 +39,7 @@ _DRAWS = 1000
 
 @dataclass(frozen=True)
 class Known:
-    """States of one place (a draw, a layer) and what attends to them.
-
-    `ranking`: the weights of the query that may rank tokens; `held_out`: those of others, each summing to 1 over the
-    tokens; `queries`: what keys are multiplied with.
-    """
+    """States of a draw or layer, weights of the `ranking` query and of `held_out` ones, `queries` of products."""
 
     key: Float[Tensor, "1 heads tokens dim"]
     value: Float[Tensor, "1 heads tokens dim"]
@@ -67,11 +60,7 @@ def draw_walk(
     drift: float = 0.0,
     jumps: Collection[int] = (),
 ) -> Float[Tensor, "1 heads tokens dim"]:
-    """Draw states of `shape` `(heads, tokens, dim)`.
-
-    A drifting token is the one before it plus `drift` times a Gaussian step, so that |k_t - k_(t-1)| begins at `drift`
-    times |k|; the tokens `jumps` are drawn anew (kvquant-plus-plus, sections 2.2.9, 3.2 and 9.6).
-    """
+    """Draw `(heads, tokens, dim)` states, drifting and anew at `jumps` (kvquant-plus-plus, 2.2.9, 3.2, 9.6)."""
     heads, tokens, dim = shape
     steps = torch.randn(1, heads, tokens, dim, generator=generator)
     if kind is Drawn.sphere:
@@ -102,26 +91,14 @@ _OTHER = "_of_the_other"
 States = Float[Tensor, "1 heads tokens dim"]
 
 
-@dataclass(frozen=True)
-class Fitted:
-    """A codec as it encodes the states of one place. `before`: what the sequence stores already (its codebooks)."""
-
-    codec: Codec
-    before: Packed | None = None
-
-
-def check_known(
-    inputs: Inputs, method: Method, plans: tuple[type[MixedPrecision], ...] = (), apart: bool = False
-) -> None:
-    """Raise `Unsupported` for a method with policies, other than tokens ranked by one query, and for `task.against`.
-
-    `plans`: further policies that the task measures; `apart`: it has tokens to which codebooks are fitted.
-    """
-    name = inputs.config.task.name
+def check_known(inputs: Inputs, method: Method, drawn: bool) -> None:
+    """Raise `Unsupported` for policies but tokens ranked by one query (`drawn`: tiers too), and `task.against`."""
     policy = method.policy("token_policy")
     by_one_query = isinstance(policy, Saliency) and not policy.recent and not policy.random
-    known = method.without_policies("token_policy") if by_one_query or isinstance(policy, plans) else method
-    known.check_needs(f"task={name}", "codecs_alone", "any_position", *(() if apart else ("all_at_once",)))
+    measured = by_one_query or (drawn and isinstance(policy, AdaptiveTiers))
+    known = method.without_policies("token_policy") if measured else method
+    task = f"task={inputs.config.task.name}"
+    known.check_needs(task, "codecs_alone", "any_position", *(() if drawn else ("all_at_once",)))
     if (other := other_method(inputs, 64)) is not None:
         other.check_needs(f"task.against={other.name}", "codecs_alone", "uncalibrated")
         if other.is_full_precision:
@@ -145,13 +122,12 @@ def fingerprint_of(inputs: Inputs, states: str) -> str:
     return f"{states}, against {run_key(parts)[:16]}"
 
 
-def encode_block(fitted: Fitted, x: States, ranking: Float[Tensor, "1 heads tokens"]) -> Packed:
+def encode_block(codec: Codec, x: States, ranking: Float[Tensor, "1 heads tokens"]) -> Packed:
     """Encode states as one block; a codec with salient tokens chooses them by the weights `ranking`."""
-    codec, context = fitted.codec, contextlib.nullcontext()
-    if isinstance(codec, PlannedCodec):
-        assert isinstance(codec.quantizer, TokenSplit)
-        context = codec.planned(codec.quantizer.salient(ranking))  # type: ignore[assignment]
-    with context:
+    if not isinstance(codec, PlannedCodec):
+        return codec.encode(x)
+    assert isinstance(codec.quantizer, TokenSplit)
+    with codec.planned(codec.quantizer.salient(ranking)):
         return codec.encode(x)
 
 
@@ -167,70 +143,49 @@ def errors_of(side: str, known: Known, x_hat: States) -> dict[str, float]:
     return {f"{side}_{name}": value for name, value in found.items()}
 
 
-def costs_of(side: str, fitted: Fitted, packed: Packed) -> dict[str, float]:
+def costs_of(side: str, codec: Codec, packed: Packed, before: Packed | None) -> dict[str, float]:
     """Bits per element, with codebooks stored before; of keys also a Huffman code's rate, a correction's share."""
-    stored = [packed] if fitted.before is None else [fitted.before, packed]
+    stored = [packed] if before is None else [before, packed]
     elements = sum(one.batch * one.heads * one.tokens * one.head_dim for one in stored)
     found = {f"{side}_bits": 8 * sum(one.nbytes for one in stored) / elements}
     if side == "value":
         return found
-    if isinstance(fitted.codec, HuffmanCodec):
-        rate = fitted.codec.rate(packed)
-        bits = next(iter(fitted.codec.quantizer.indices.values()))
+    if isinstance(codec, HuffmanCodec):
+        rate, bits = codec.rate(packed), next(iter(codec.quantizer.indices.values()))
         found |= {"index_bits": rate.coded / rate.indices, "index_entropy": rate.entropy / rate.indices}
         found["index_saved"] = 1 - found["index_bits"] / bits
-    if isinstance(fitted.codec.quantizer, LowRankCorrection):
+    if isinstance(codec.quantizer, LowRankCorrection):
         factors = sum(packed.parts[name].numel() for name in ("left", "right"))
         found["correction_share"] = factors / (packed.batch * packed.heads * packed.tokens * packed.head_dim)
     return found
 
 
-@dataclass
-class PlaceMeans:
-    """Means of errors and bits by place (a draw or a layer), over what was added to it."""
-
-    _sums: dict[int, dict[str, float]] = field(default_factory=lambda: defaultdict(lambda: defaultdict(float)))
-    _counts: dict[int, int] = field(default_factory=lambda: defaultdict(int))
-
-    def add(
-        self, place: int, known: Known, fitted: Mapping[str, Fitted | None], other: Mapping[str, Fitted | None]
-    ) -> None:
-        """Add the errors and bits of a place's codecs; `other`: codecs that they are compared with, by side."""
-        numbers = self._sums[place]
-        for side, own in fitted.items():
-            if own is None:
-                continue
-            x: States = getattr(known, side)
-            packed = encode_block(own, x, known.ranking)
-            found = errors_of(side, known, own.codec.decode(packed)) | costs_of(side, own, packed)
-            compared = other.get(side)
-            if compared is not None:
-                decoded = compared.codec.decode(encode_block(compared, x, known.ranking))
-                theirs = errors_of(side, known, decoded)
-                found |= {f"{name}{_OTHER}": value for name, value in theirs.items() if name in COMPARED}
-            for name, value in found.items():
-                numbers[name] += value
-        self._counts[place] += 1
-
-    def add_numbers(self, place: int, numbers: Mapping[str, float]) -> None:
-        """Add further numbers to the means of a place."""
-        for name, value in numbers.items():
-            self._sums[place][name] += value
-
-    def rows(self) -> list[dict[str, Any]]:
-        """A row for each place: its means, and by what share errors are below the other method's."""
-        out = []
-        for place in sorted(self._sums):
-            row = {name: value / self._counts[place] for name, value in self._sums[place].items()}
-            for name in COMPARED:
-                if (theirs := row.pop(f"{name}{_OTHER}", None)) is not None:
-                    row[f"{name}_reduction"] = 0.0 if row[name] == theirs == 0 else 1 - row[name] / theirs
-            out.append({"kind": "states", "place": place, **row})
-        return out
+Fitted = tuple[Codec, Packed | None]
+"""A codec as it encodes the states of one place, and what the sequence stores already (its codebooks)."""
 
 
-def measurement(rows: list[dict[str, Any]]) -> Measurement:
-    """The metrics: means over places, and of reductions also the least and the most."""
+def numbers_of(known: Known, fitted: Mapping[str, Fitted], other: Mapping[str, Fitted]) -> dict[str, float]:
+    """Errors and bits of codecs by side; `other`: codecs that they are compared with."""
+    numbers: dict[str, float] = {}
+    for side, (codec, before) in fitted.items():
+        x: States = getattr(known, side)
+        packed = encode_block(codec, x, known.ranking)
+        numbers |= errors_of(side, known, codec.decode(packed)) | costs_of(side, codec, packed, before)
+        if side in other:
+            compared = other[side][0]
+            theirs = errors_of(side, known, compared.decode(encode_block(compared, x, known.ranking)))
+            numbers |= {f"{name}{_OTHER}": value for name, value in theirs.items() if name in COMPARED}
+    return numbers
+
+
+def measurement(found: Mapping[int, list[dict[str, float]]]) -> Measurement:
+    """Rows of means by place (draw, layer), with reductions of error; metrics: means over places, extremes."""
+    added = ({"kind": "states", "place": place, **one} for place in sorted(found) for one in found[place])
+    rows = averaged(added, "kind", "place")
+    for row in rows:
+        for name in COMPARED:
+            if (theirs := row.pop(f"{name}{_OTHER}", None)) is not None:
+                row[f"{name}_reduction"] = 0.0 if row[name] == theirs == 0 else 1 - row[name] / theirs
     names = [name for name in dict.fromkeys(name for row in rows for name in row) if name not in ("kind", "place")]
     metrics: dict[str, float] = {"places": float(len(rows))}
     for name in names:
@@ -255,19 +210,23 @@ def draw_states(task: RandomStatesConfig, draw: int) -> Known:
     return Known(key, value, mean_attention(ranking, key), mean_attention(others, key), queries[:, :, 1:])
 
 
-def fit_side(codec: Codec | None, task: RandomStatesConfig, draw: int, side: str) -> Fitted | None:
-    """A side's codec with tables or codebooks fitted to `task.fit_tokens` other tokens of the same kind."""
-    if codec is None:
-        return None
-    shape = (task.heads, task.fit_tokens, task.head_dim)
-    apart = draw_walk(task.states, shape, generator_of(task.seed, draw, 3 + SIDES.index(side)), task.drift, task.jumps)
-    if calibrated_parts(codec):
-        tables = fit_codec(codec, apart[0], None, None, task.seed)
-        codec = bind_codec(codec, tables, task.heads, task.head_dim)
-    if not codec.fits_first_tokens:
-        return Fitted(codec)
-    first = codec.encode(apart)
-    return Fitted(codec.for_later_tokens(first), first)
+def codecs_of(method: Method | None) -> dict[str, Codec]:
+    """The codecs of a method by side, where it has them."""
+    return {side: codec for side in SIDES if (codec := getattr(method, side, None)) is not None}
+
+
+def fit_codecs(method: Method | None, task: RandomStatesConfig, draw: int) -> dict[str, Fitted]:
+    """A method's codecs with tables or codebooks fitted to `task.fit_tokens` other tokens of the same kind."""
+    shape, fitted = (task.heads, task.fit_tokens, task.head_dim), dict[str, Fitted]()
+    for side, codec in codecs_of(method).items():
+        generator = generator_of(task.seed, draw, 3 + SIDES.index(side))
+        apart = draw_walk(task.states, shape, generator, task.drift, task.jumps)
+        if calibrated_parts(codec):
+            tables = fit_codec(codec, apart[0], None, None, task.seed)
+            codec = bind_codec(codec, tables, task.heads, task.head_dim)
+        first = codec.encode(apart) if codec.fits_first_tokens else None
+        fitted[side] = (codec, None) if first is None else (codec.for_later_tokens(first), first)
+    return fitted
 
 
 def recoding_errors(codec: Codec, x: Float[Tensor, "1 heads tokens dim"]) -> dict[str, float]:
@@ -283,28 +242,22 @@ def recoding_errors(codec: Codec, x: Float[Tensor, "1 heads tokens dim"]) -> dic
 def measure_random(inputs: Inputs, method: Method, baseline: Baseline | None, journal: Journal) -> Measurement:
     """Errors and bits of the method's codecs, one sample per draw; none for full precision."""
     task: RandomStatesConfig = inputs.config.task
-    found, other = PlaceMeans(), other_method(inputs, task.head_dim)
+    found, other = defaultdict[int, list[dict[str, float]]](list), other_method(inputs, task.head_dim)
     for draw in range(0 if method.is_full_precision else task.draws):
         known = draw_states(task, draw)
         if isinstance(method.policy("token_policy"), AdaptiveTiers):
             assert method.key is not None
-            found.add(draw, known, {}, {})
-            found.add_numbers(draw, recoding_errors(method.key, known.key))
+            found[draw].append(recoding_errors(method.key, known.key))
             continue
-        own = {side: fit_side(getattr(method, side), task, draw, side) for side in SIDES}
-        compared = {} if other is None else {side: fit_side(getattr(other, side), task, draw, side) for side in SIDES}
-        found.add(draw, known, own, compared)
-    return measurement(found.rows())
+        found[draw].append(numbers_of(known, fit_codecs(method, task, draw), fit_codecs(other, task, draw)))
+    return measurement(found)
 
 
 def check_random(inputs: Inputs, method: Method) -> None:
     """As `check_known`; also raise `Unsupported` for parts that need a model's loss or queries, and for head dims."""
     task: RandomStatesConfig = inputs.config.task
-    check_known(inputs, method, (AdaptiveTiers,), apart=True)
-    for side in SIDES:
-        codec = getattr(method, side)
-        if codec is None:
-            continue
+    check_known(inputs, method, drawn=True)
+    for side, codec in codecs_of(method).items():
         codec.check(task.head_dim)
         for name, part in calibrated_parts(codec).items():
             if part.learned or part.wants_gradients or part.wants_moments:
@@ -314,10 +267,7 @@ def check_random(inputs: Inputs, method: Method) -> None:
 
 
 def known_of(layer: LayerStates, held_out: int) -> Known:
-    """A layer's states but those of the last `held_out` tokens, whose queries are held out.
-
-    Query heads that share a KV head count as its queries. The weights are those among the block's tokens.
-    """
+    """A layer's states but the last `held_out` tokens, which only query; heads that share a KV head are its own."""
     key, value = (x[:, :, :-held_out].float() for x in (layer.key, layer.value))
     heads = key.shape[1]
 
@@ -332,12 +282,11 @@ def known_of(layer: LayerStates, held_out: int) -> Known:
 def measure_model(inputs: Inputs, method: Method, baseline: Baseline | None, journal: Journal) -> Measurement:
     """Errors and bits of the method's codecs by layer, means over windows; full precision has none."""
     task: ModelStatesConfig = inputs.config.task
-    found, other = PlaceMeans(), None
+    found, other = defaultdict[int, list[dict[str, float]]](list), None
     seen: set[int] = set()
 
-    def codec_of(side: str, layer: int) -> Fitted | None:
-        codec: Codec | None = method.bound[side][layer] if side in method.bound else method.codec_of(side, layer)
-        return None if codec is None else Fitted(codec)
+    def codec_of(side: str, layer: int) -> Codec | None:
+        return method.bound[side][layer] if side in method.bound else method.codec_of(side, layer)
 
     def visit(layer: LayerStates) -> None:
         nonlocal other
@@ -346,23 +295,23 @@ def measure_model(inputs: Inputs, method: Method, baseline: Baseline | None, jou
             return
         known = known_of(layer, task.held_out)
         other = other or other_method(inputs, known.key.shape[-1])
-        compared = {} if other is None else {s: None if (c := getattr(other, s)) is None else Fitted(c) for s in SIDES}
-        found.add(layer.index, known, {side: codec_of(side, layer.index) for side in SIDES}, compared)
+        own = {side: (codec, None) for side in SIDES if (codec := codec_of(side, layer.index)) is not None}
+        compared = {side: (codec, None) for side, codec in codecs_of(other).items()}
+        found[layer.index].append(numbers_of(known, own, compared))
 
     for tokens in [] if method.is_full_precision else windows_of(inputs):
         capture(inputs.model, tokens, visit)
         if outside := set(task.layers or ()) - seen:
             name = inputs.config.model.name
             raise ConfigError(f"task.layers={task.layers}: model={name} has no layer {min(outside)}; 0 to {max(seen)}")
-    return measurement(found.rows())
+    return measurement(found)
 
 
 def check_model(inputs: Inputs, method: Method) -> None:
     """Raise `ConfigError` for windows longer than the model takes, `Unsupported` for a method with policies."""
-    task: ModelStatesConfig = inputs.config.task
-    inputs.check_context(task.context)
-    check_known(inputs, method)
-    method.check_needs(f"task={task.name}", "all_layers")
+    inputs.check_context(inputs.config.task.context)
+    check_known(inputs, method, drawn=False)
+    method.check_needs("task=model_states", "all_layers")
 
 
 TASKS = {

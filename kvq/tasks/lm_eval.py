@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import json
 import math
 import os
 import random
@@ -64,9 +65,8 @@ def load_tasks(inputs: Inputs) -> tuple[dict[str, Any], dict[str, Part]]:
     if task.allow_code:
         os.environ[_CODE_LEAVE] = "1"
     files = [Path(name) for name in task.tasks if name.endswith((".yaml", ".yml"))]
-    for file in files:
-        if not file.is_file():
-            raise ConfigError(f"task.tasks={file}: no such file")
+    if missing := [file for file in files if not file.is_file()]:
+        raise ConfigError(f"task.tasks={missing[0]}: no such file")
     go_offline_if_silent()
     manager = _manager(inputs, task, defaults=len(files) < len(task.tasks))
     out: dict[str, Any] = {}
@@ -91,10 +91,10 @@ def load_tasks(inputs: Inputs) -> tuple[dict[str, Any], dict[str, Part]]:
             parts[label] = Part([one.task_name for one in group.get_all_tasks()], by_size)
     _change_generation(task, out)
     for one in out.values():
-        if task.num_fewshot is not None and one.get_config("num_fewshot") != 0:
-            one.set_config(key="num_fewshot", value=task.num_fewshot)
-        elif one.get_config("num_fewshot") is None:
-            one.set_config(key="num_fewshot", value=0)
+        if one.get_config("num_fewshot") is None or (
+            task.num_fewshot is not None and one.get_config("num_fewshot") != 0
+        ):
+            one.set_config(key="num_fewshot", value=task.num_fewshot or 0)
         one.set_fewshot_seed(seed=_FEWSHOT_SEED)
     return out, parts
 
@@ -124,12 +124,8 @@ def _manager(inputs: Inputs, task: LmEvalConfig, defaults: bool) -> Any:
         folders, metadata["path"] = [*folders, str(_OWN_FILES)], inputs.config.dataset.path
 
     def make(with_defaults: bool) -> Any:
-        name = repr((folders, with_defaults, metadata))
-        return inputs.shared(
-            "lm_eval index",
-            name,
-            lambda: TaskManager(include_path=folders or None, include_defaults=with_defaults, metadata=metadata),
-        )
+        given = {"include_path": folders or None, "include_defaults": with_defaults, "metadata": metadata}
+        return inputs.shared("lm_eval index", repr(given), lambda: TaskManager(**given))
 
     if defaults and folders:
         local = make(False)
@@ -188,27 +184,20 @@ def measure(inputs: Inputs, method: Method, baseline: Baseline | None, journal: 
 
     drawn: list[list[Sample]] = []
     odd: dict[str, str] = {}
-    together: dict[str, int] = {}
     metrics: dict[str, float] = {}
     for repeat in range(task.repeats):
         asked = model(config.seed + repeat)
         samples, results, parts = evaluate(inputs, asked)
         drawn.append(samples)
         odd |= asked.odd
-        together |= asked.together
         metrics |= results
     samples = _merged(drawn)
     for sample in samples:
-        sample["together"] = together.get(sample["item"], 1)
         if sample["item"] in odd:
             sample["odd"] = odd[sample["item"]]
     print_items(odd, "odd")
     rows = [row for name, row in journal.rows.items() if not name.startswith("again/")]
-    metrics = {
-        "score": mean_score(samples),
-        **scores_of(samples, parts),
-        **(metrics if task.repeats == 1 else {}),
-    }
+    metrics = {"score": mean_score(samples), **scores_of(samples, parts), **(metrics if task.repeats == 1 else {})}
     metrics |= costs([Scored(row["sample"], row["cost"]) for row in rows])
     metrics |= {"items": float(len(samples)), "skipped_items": 0.0, "odd_items": float(len(odd))}
     sampled = bool((task.generation or {}).get("do_sample"))
@@ -233,10 +222,7 @@ def scores_of(samples: Sequence[Sample], parts: Mapping[str, Part]) -> dict[str,
 
 
 def evaluate(inputs: Inputs, model: Any) -> tuple[list[Sample], dict[str, float], dict[str, Part]]:
-    """Run the tasks on any model of lm-eval.
-
-    Returns: one sample per document, lm-eval's own results as `metric[task]`, and groups and tags by name.
-    """
+    """Run the tasks on a model of lm-eval: samples, its own results as `metric[task]`, groups and tags by name."""
     import lm_eval.evaluator
 
     task: LmEvalConfig = inputs.config.task
@@ -255,43 +241,26 @@ def evaluate(inputs: Inputs, model: Any) -> tuple[list[Sample], dict[str, float]
             fewshot_as_multiturn=task.chat_template,
             confirm_run_unsafe_code=task.allow_code,
         )
-    samples = [
-        sample for name, logged in sorted(found["samples"].items()) for sample in item_samples(name, logged, task)
-    ]
+    logged = sorted(found["samples"].items())
+    samples = [sample for name, rows in logged for sample in item_samples(name, rows, task)]
     return samples, dict(_metrics_of(found["results"])), parts
 
 
 def item_samples(name: str, logged: list[Mapping[str, Any]], task: LmEvalConfig) -> Iterator[Sample]:
     """One row per document that lm-eval logged; its score is the task's main metric under the first filter."""
     first = logged[0]["filter"] if logged else ""
-    for row in logged:
-        if row["filter"] != first:
-            continue
+    for row in (row for row in logged if row["filter"] == first):
         # RULER has a metric for each length, and -1 for the lengths that the document does not have.
         metrics = {metric: row[metric] for metric in row["metrics"]}
         given = [metric for metric, value in metrics.items() if not (isinstance(value, int | float) and value < 0)]
         metric = task.metric if task.metric is not None else next(iter(given), "")
-        if metric not in metrics or not isinstance(metrics[metric], int | float | np.number | np.bool_):
-            numbers = [key for key, value in metrics.items() if isinstance(value, int | float | np.number | np.bool_)]
-            raise ConfigError(
-                f"task.metric={metric or 'null'}: {name} has {', '.join(numbers) or 'no number per item'}"
-            )
-        responses = [_as_json(response) for response in row["filtered_resps"]]
-        yield {
-            "item": f"{name}/{row['doc_id']}",
-            "task": name,
-            "score": float(metrics[metric]),
-            "metric": metric,
-            "target": str(row["target"]),
-            "responses": responses,
-        }
-
-
-def _as_json(response: Any) -> Any:
-    """A response with everything but lists and JSON's scalars turned into text."""
-    if isinstance(response, list | tuple):
-        return [_as_json(part) for part in response]
-    return response if isinstance(response, str | int | float | bool | None) else str(response)
+        numbers = [key for key, value in metrics.items() if isinstance(value, int | float | np.number | np.bool_)]
+        if metric not in numbers:
+            known = ", ".join(numbers) or "no number per item"
+            raise ConfigError(f"task.metric={metric or 'null'}: {name} has {known}")
+        about = {"item": f"{name}/{row['doc_id']}", "task": name, "score": float(metrics[metric]), "metric": metric}
+        responses = json.loads(json.dumps(row["filtered_resps"], default=str))
+        yield about | {"target": str(row["target"]), "responses": responses}
 
 
 def _metrics_of(results: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[str, float]]:
@@ -307,15 +276,11 @@ def _metrics_of(results: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[str,
 
 def _merged(drawn: list[list[Sample]]) -> list[Sample]:
     """Rows of several draws as one per item, whose score is their mean."""
-    if len(drawn) == 1:
-        return drawn[0]
     out = []
-    for rows in zip(*drawn, strict=True):
-        scores = [row["score"] for row in rows]
-        out.append(
-            rows[0] | {"score": float(np.mean(scores)), "scores": scores, "responses": [r["responses"] for r in rows]}
-        )
-    return out
+    for rows in zip(*drawn, strict=True) if len(drawn) > 1 else ():
+        scores, responses = ([row[name] for row in rows] for name in ("score", "responses"))
+        out.append(rows[0] | {"score": float(np.mean(scores)), "scores": scores, "responses": responses})
+    return out or drawn[0]
 
 
 def _quietly(action: Any, *arguments: Any, **settings: Any) -> Any:

@@ -1,8 +1,7 @@
 """A model of lm-eval that answers every request through the quantized cache.
 
-Tokenization, truncation and stop texts are those of lm-eval's own `HFLM`. The context of several requests is read once;
-under `prefill=chunked` so is a common prefix of contexts (few-shot examples, a document with many questions). Answers
-are written in batches; continuations are scored context by context.
+Tokenization, truncation and stop texts are those of lm-eval's `HFLM`. A context of several requests is read once, under
+`prefill=chunked` also a common prefix. Answers are written in batches; continuations are scored context by context.
 """
 
 from __future__ import annotations
@@ -11,12 +10,12 @@ import hashlib
 import json
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 import transformers
-from jaxtyping import Float, Int
+from jaxtyping import Int
 from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
 from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs, postprocess_generated_text
@@ -31,35 +30,24 @@ from kvq.results.files import Journal
 from kvq.results.provenance import timed
 from kvq.tasks.items import read_in_batches
 from kvq.tasks.measurement import storage_metrics
-from kvq.tasks.reader import Reader, end_tokens, stop_at
+from kvq.tasks.reader import Logits, Pick, Reader, end_tokens, greedy, stop_at
 
-Logits = Float[Tensor, "batch vocab"]
 Tokens = tuple[int, ...]
 
 
-SCORES: dict[str, Callable[[Any], transformers.LogitsProcessor]] = {
-    "sequence_bias": transformers.SequenceBiasLogitsProcessor,
-    "repetition_penalty": lambda value: transformers.RepetitionPenaltyLogitsProcessor(float(value)),
-    "no_repeat_ngram_size": transformers.NoRepeatNGramLogitsProcessor,
-    "suppress_tokens": transformers.SuppressTokensLogitsProcessor,
-}
-SAMPLING: dict[str, Callable[[Any], transformers.LogitsProcessor]] = {
+PROCESSORS: dict[str, Callable[[Any], transformers.LogitsProcessor]] = {
     "temperature": lambda value: transformers.TemperatureLogitsWarper(float(value)),
     "top_k": transformers.TopKLogitsWarper,
     "top_p": lambda value: transformers.TopPLogitsWarper(float(value)),
     "min_p": lambda value: transformers.MinPLogitsWarper(float(value)),
-    "typical_p": lambda value: transformers.TypicalLogitsWarper(float(value)),
 }
 """transformers' processors of logits by the generation setting that is their value, in its order.
 
 No other setting is followed, neither those of a model's `generation_config.json` nor transformers' `top_k` of 50.
 """
-_NEUTRAL = {
-    **dict.fromkeys(("no_repeat_ngram_size", "top_k", "min_p"), 0),
-    **dict.fromkeys(("repetition_penalty", "temperature", "top_p", "typical_p"), 1),
-}
+_NEUTRAL = {"temperature": 1, "top_k": 0, "top_p": 1, "min_p": 0}
 _DONE_ANYWAY = {"use_cache": True, "num_beams": 1, "num_return_sequences": 1}
-FOLLOWED = ("do_sample", "until", "max_gen_toks", "max_new_tokens", *SAMPLING, *SCORES)
+FOLLOWED = ("do_sample", "until", "max_gen_toks", "max_new_tokens", *PROCESSORS)
 
 
 def check_settings(where: str, given: Mapping[str, Any]) -> dict[str, Any]:
@@ -72,48 +60,33 @@ def check_settings(where: str, given: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in kept.items() if key in FOLLOWED}
 
 
-class Decoder:
-    """Chooses the tokens of one answer, from scores that transformers' processors change.
+def processors_of(settings: Mapping[str, Any]) -> transformers.LogitsProcessorList:
+    """What changes the scores that the next token is drawn by, as generation settings ask."""
+    asked = {key: settings[key] for key in PROCESSORS if settings.get(key) not in (None, _NEUTRAL[key])}
+    return transformers.LogitsProcessorList(PROCESSORS[key](value) for key, value in asked.items())
 
-    Args:
-        settings: generation settings that `check_settings` has passed; greedy unless `do_sample`.
-        context: the prompt's tokens, which repetition counts too.
-        seed: of the random generator, which belongs to this answer.
-    """
 
-    def __init__(self, settings: Mapping[str, Any], context: Sequence[int], seed: int = 0) -> None:
-        self._tokens = list(context)
-        self._generator = torch.Generator().manual_seed(seed) if settings.get("do_sample") else None
-        makers = SCORES | (SAMPLING if settings.get("do_sample") else {})
-        asked = {key: settings[key] for key in makers if settings.get(key) not in (None, _NEUTRAL.get(key))}
-        self._processors = transformers.LogitsProcessorList(makers[key](value) for key, value in asked.items())
+def decoder(settings: Mapping[str, Any], seed: int = 0) -> Pick:
+    """Greedy decoding, or draws in double precision on the CPU, whose random numbers belong to this answer."""
+    if not settings.get("do_sample"):
+        return greedy
+    generator, processors = torch.Generator().manual_seed(seed), processors_of(settings)
 
-    def scores(self, logits: Float[Tensor, "1 vocab"]) -> Float[Tensor, "1 vocab"]:
-        """What the next token is chosen by, in double precision on the CPU: all devices use the same random numbers."""
-        return self._processors(torch.LongTensor([self._tokens]), logits.double().cpu())
+    def draw(logits: Logits) -> Int[Tensor, " 1"]:
+        probabilities = torch.softmax(processors(torch.LongTensor([[]]), logits.double().cpu()), -1)
+        ordered, tokens = torch.sort(probabilities, dim=-1, descending=True, stable=True)
+        return tokens.gather(-1, torch.multinomial(ordered, 1, generator=generator))[:, 0].to(logits.device)
 
-    def __call__(self, logits: Float[Tensor, "1 vocab"]) -> Int[Tensor, " 1"]:
-        """The next token."""
-        if self._generator is None:
-            token = (self.scores(logits) if self._processors else logits).argmax(-1)
-        else:
-            probabilities = torch.softmax(self.scores(logits), -1)
-            ordered, tokens = torch.sort(probabilities, dim=-1, descending=True, stable=True)
-            token = tokens.gather(-1, torch.multinomial(ordered, 1, generator=self._generator))[:, 0]
-        self._tokens.append(int(token))
-        return token.to(logits.device)
+    return draw
 
 
 class CacheLM(HFLM):
     """lm-eval's interface to a `Reader`.
 
-    Args:
-        batch_size: contexts that are answered together; None: as `kvq.tasks.items` chooses.
-        max_length: longest context in tokens, None = the model's own.
-        journal: stores every answer at once; answers in it are not computed again.
-        seed: of sampled answers, each with a stream of its own.
-        bos: the token that every context begins with, also one that is cut on the left; None: none.
-        copies: rows that each context is read as; 2 is another batch order for a batch of one.
+    `batch_size`: contexts answered together (None: as `kvq.tasks.items` chooses); `max_length`: of a context (None: the
+    model's); `journal` stores every answer at once; `seed`: of sampled answers; `copies`: rows that each context is
+    read as, 2 being another batch order for a batch of one; `bos`: the token that every context begins with, also a cut
+    one.
     """
 
     def __init__(
@@ -134,7 +107,6 @@ class CacheLM(HFLM):
         self.journal = Journal() if journal is None else journal
         self.seed, self.prefix = seed, ""
         self.odd: dict[str, str] = {}
-        self.together: dict[str, int] = {}
         self._asked: dict[tuple[Any, ...], str] = {}
         self._checked: dict[str, dict[str, Any]] = {}
         self._until_end = end_tokens(reader.loaded, tokenizer)
@@ -145,12 +117,7 @@ class CacheLM(HFLM):
         return set_bos(self.tokenizer, ids, None)
 
     def _context(self, item: str, tokens: Sequence[int], most: int, does: str, limit: str, further: int = 0) -> Tokens:
-        """The last of a context's tokens, at most `most`, after `bos`; `odd` gets what is unusual: it is empty, or cut.
-
-        Args:
-            does: what follows the context, for `odd`.
-            limit: tokens that the model takes, and `further`: tokens after the context that count, for `odd`.
-        """
+        """The last `most` tokens of a context after `bos`; `odd` gets what is unusual: it is empty, or cut."""
         if not tokens:
             self.odd[item] = f"empty context: {does} behind the model's first token"
             tokens = [self.prefix_token_id]
@@ -191,9 +158,9 @@ class CacheLM(HFLM):
                     own = cache if logits.shape[0] == 1 else cache.sequence(row)
                     scored = self._score_all(context, own, logits[row : row + 1], options[context])
                     scored[0]["cost"] |= cost  # which the first option pays for
-                    self.journal.add([one | {"sample": one["sample"] | {"together": len(batch)}} for one in scored])
+                    self.journal.add(scored)
                     bar.update()
-        return list(map(tuple, self._from_journal([self._label(name) for name, _, _ in requests], keys)))
+        return [tuple(self.journal.rows[key]["sample"]["answer"]) for key in keys]
 
     def _split(self, request: Any) -> tuple[Tokens, Tokens]:
         """Context and continuation, the context's left end cut to what the model takes."""
@@ -226,12 +193,6 @@ class CacheLM(HFLM):
             stored = {}
         return rows
 
-    def _from_journal(self, items: Iterable[str], keys: Sequence[str]) -> list[Any]:
-        """The journal's answers under `keys`, which it has; note in `together` how many prompts shared a batch."""
-        found = [self.journal.rows[key]["sample"] for key in keys]
-        self.together |= {item: sample.get("together", 1) for item, sample in zip(items, found, strict=True)}
-        return [sample["answer"] for sample in found]
-
     def _read(
         self, contexts: Sequence[Tokens], rows: int | None
     ) -> Iterator[tuple[list[int], KVCache, Logits, dict[str, float]]]:
@@ -252,10 +213,7 @@ class CacheLM(HFLM):
             yield batch, cache, logits, each
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = True) -> list[str]:
-        """Generate an answer to each request, greedily unless its settings ask for sampling.
-
-        Requests that are equal (`repeats` of a task) are draws of their own under sampling, and one answer without.
-        """
+        """Answer each request, greedily or by sampling; equal ones (`repeats`) are then draws of their own."""
         keys, drawn = [], Counter[str]()
         groups: dict[str, dict[str, tuple[Tokens, int]]] = {}
         for context, settings in map(self._prepare, requests):
@@ -268,16 +226,12 @@ class CacheLM(HFLM):
         with tqdm(total=len(set(keys)), desc="answers", unit="answer", leave=False, disable=None) as bar:
             bar.update(len(set(keys) & self.journal.rows.keys()))
             for given, asked in groups.items():
-                names, draws = list(asked), list(asked.values())
-                for batch, cache, logits, cost in self._read([context for context, _ in draws], self.rows):
-                    answers = self._answers([draws[index] for index in batch], cache, logits, json.loads(given))
-                    rows = [
-                        {"item": names[index], "sample": answer, "cost": cost | spent}
-                        for index, (answer, spent) in zip(batch, answers, strict=True)
-                    ]
-                    self.journal.add(rows)
+                names = list(asked)
+                for batch, cache, logits, cost in self._read([context for context, _ in asked.values()], self.rows):
+                    own = {names[index]: asked[names[index]] for index in batch}
+                    self.journal.add(self._answers(own, cache, logits, json.loads(given), cost))
                     bar.update(len(batch))
-        return self._from_journal(map(_item_name, requests), keys)
+        return [self.journal.rows[key]["sample"]["answer"] for key in keys]
 
     def _prepare(self, request: Instance) -> tuple[Tokens, dict[str, Any]]:
         """A request's context in tokens, cut on the left to leave room for the answer, and the answer's settings."""
@@ -309,39 +263,41 @@ class CacheLM(HFLM):
                 raise ValueError("do_sample=true: needs a temperature above 0, such as temperature=1.0")
             json.dumps(settings)
             vocabulary = torch.zeros(1, self.model.config.get_text_config().vocab_size)
-            Decoder(settings, [0])(vocabulary)
+            decoder(settings)(vocabulary)
         except (IndexError, TypeError, ValueError) as error:
             raise ConfigError(f"generation_kwargs: {one_line(error, 200)}") from error
         return self._checked.setdefault(name, settings)
 
     def _answers(
-        self, batch: Sequence[tuple[Tokens, int]], cache: KVCache, logits: Logits, settings: dict[str, Any]
-    ) -> list[tuple[dict[str, Any], dict[str, float]]]:
-        """Sample and cost of an answer to each context of a batch; a context comes with the number of its draw."""
+        self,
+        batch: Mapping[str, tuple[Tokens, int]],
+        cache: KVCache,
+        logits: Logits,
+        settings: dict[str, Any],
+        cost: Mapping[str, float],
+    ) -> list[dict[str, Any]]:
+        """The journal's rows of a batch's answers: contexts with the number of their draw; `cost`: of reading one."""
         stored: dict[int, dict[str, float]] = {}
+        ends, picks = stop_at(self.tokenizer, self._until_end, settings["until"]), []
+        for context, draw in batch.values():
+            named = repr((self.seed, context, draw) if draw else (self.seed, context)).encode()
+            seed = int.from_bytes(hashlib.sha256(named).digest()[:7], "big")
+            picks += [decoder(settings, seed) for _ in range(self.copies)]
 
         def leave(row: int, own: KVCache) -> None:
             stored[row] = storage_metrics(own, 1)
 
-        until = settings["until"]
-        ends = stop_at(self.tokenizer, self._until_end, until)
-        picks = [self._decoder(*one, settings) for one in batch for _ in range(self.copies)]
         seconds: dict[str, float] = {}
         with timed(seconds, "decode", device=self.reader.loaded.device):
             rows = self.reader.write(cache, logits, settings["max_gen_toks"], ends, picks, leave)
         out, each = [], seconds["decode"] / len(rows)
-        for index, ((context, _), row) in enumerate(zip(batch, rows[:: self.copies], strict=True)):
+        for index, ((name, (context, _)), row) in enumerate(zip(batch.items(), rows[:: self.copies], strict=True)):
             text = self.tok_decode(row[:-1] if row[-1] in self._until_end else row)
-            text = postprocess_generated_text(generation=text, stop=until, think_end_token=None)
+            text = postprocess_generated_text(generation=text, stop=settings["until"], think_end_token=None)
             spent = {"prompt_tokens": float(len(context)), "new_tokens": float(len(row)), "decode": each}
-            sample = {"answer": text, "together": len(rows)}
-            out.append((sample, spent | stored[index * self.copies]))
+            total = {**cost, **spent, **stored[index * self.copies]}
+            out.append({"item": name, "sample": {"answer": text}, "cost": total})
         return out
-
-    def _decoder(self, context: Tokens, draw: int, settings: Mapping[str, Any]) -> Decoder:
-        """The decoder of one answer, whose seed depends on the context and on the number of the draw."""
-        digest = hashlib.sha256(repr((self.seed, context, draw) if draw else (self.seed, context)).encode()).digest()
-        return Decoder(settings, context, int.from_bytes(digest[:7], "big"))
 
     def _key(self, *request: Any) -> str:
         """Name of a request in the journal."""

@@ -2,16 +2,15 @@
 
 Source: released `config/dataset2prompt.json`, `pred.py`, `eval.py`, `metrics.py`. Prompts, answer lengths and metrics
 are read from lm-eval's files and corrected where those differ from the release (a blank line, the ends of prompts,
-first lines, stripped answers, the line of code that is scored). Greedy decoding, middle truncation, no chat template
-where the benchmark has none.
-Each output is also compared with that of the full-precision run by ROUGE-L (NSNQuant, Table 17), which shows
-differences where both answers are wrong.
+first lines, stripped answers, the line of code that is scored). Greedy decoding, middle truncation. Outputs are also
+compared with full precision's by ROUGE-L (NSNQuant, Table 17), which shows differences where both are wrong.
 """
 
 from __future__ import annotations
 
 import functools
 import importlib.util
+import itertools
 import re
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -21,7 +20,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from lm_eval.tasks._yaml_loader import load_yaml
+from lm_eval.tasks import _yaml_loader
 from lm_eval.utils import apply_template
 
 from kvq.config import DatasetConfig, Loader
@@ -48,10 +47,7 @@ _ENDINGS = {"lcc": "\n", "repobench-p": "\n", "passage_count": " ", "passage_ret
 
 @dataclass(frozen=True)
 class Subset:
-    """One subset: `prompt` is a template over `context` and `question`, `ending` what follows it.
-
-    `metric` compares an answer with one reference; `metric_source` names its code.
-    """
+    """A subset: `prompt` is a template, `ending` follows it; `metric` compares an answer with one reference."""
 
     name: str
     prompt: str
@@ -75,9 +71,8 @@ class Subset:
         """Whether an answer is over: at a token that ends answers, or at the end of the scored line."""
 
         def over(tokens: Sequence[int]) -> bool:
-            if tokens[-1] in end_tokens:
-                return True
-            return self.base in FIRST_LINE and "\n" in tokenizer.decode(list(tokens)).lstrip("\n")
+            first_line = self.base in FIRST_LINE and "\n" in tokenizer.decode(list(tokens)).lstrip("\n")
+            return tokens[-1] in end_tokens or first_line
 
         return over
 
@@ -85,8 +80,15 @@ class Subset:
         """Greedy decoding; in samsum the first token may end neither the answer nor the line, as in the release."""
         if self.base != "samsum":
             return greedy
-        line_ends = tokenizer("\n", add_special_tokens=False)["input_ids"][-1:]
-        return _FirstNot(sorted({*end_tokens, *line_ends}))
+        banned = sorted({*end_tokens, *tokenizer("\n", add_special_tokens=False)["input_ids"][-1:]})
+        written = itertools.count()
+
+        def not_empty(logits: Logits) -> Any:
+            if next(written) == 0 and banned:
+                logits = logits.index_fill(-1, torch.tensor(banned, device=logits.device), -torch.inf)
+            return greedy(logits)
+
+        return not_empty
 
     def answer(self, text: str) -> str:
         """The scored part of an answer's text."""
@@ -94,39 +96,21 @@ class Subset:
 
     def score(self, row: Mapping[str, Any], text: str) -> float:
         """The best score of `answer(text)` over the item's references, 0 to 1."""
-        given = self.answer(text)
-        return max(
-            float(self.metric(given, reference, all_classes=row.get("all_classes"))) for reference in row["answers"]
-        )
-
-
-class _FirstNot:
-    """Greedy decoding whose first token is none of `banned`."""
-
-    def __init__(self, banned: Sequence[int]) -> None:
-        self._banned, self._first = list(banned), True
-
-    def __call__(self, logits: Logits) -> Any:
-        if self._first and self._banned:
-            logits = logits.index_fill(-1, torch.tensor(self._banned, device=logits.device), -torch.inf)
-        self._first = False
-        return greedy(logits)
+        given, classes = self.answer(text), row.get("all_classes")
+        return max(float(self.metric(given, reference, all_classes=classes)) for reference in row["answers"])
 
 
 @functools.cache
 def load_subset(name: str) -> Subset:
     """Read lm-eval's file of a subset ("qasper", "qasper_e") and correct it."""
-    found = importlib.util.find_spec("lm_eval.tasks")
-    assert found is not None
-    assert found.submodule_search_locations is not None
-    folder = Path(next(iter(found.submodule_search_locations))) / "longbench"
+    folder = Path(_yaml_loader.__file__).with_name("longbench")
     known = [file.stem for file in folder.glob("*.yaml") if not file.stem.startswith("_")]
     if name not in known:
         raise ConfigError(f"task.subsets={name}: lm-eval has no LongBench subset {name}.{did_you_mean(name, known)}")
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the metrics' packages warn about what they can do without
-            given = load_yaml(folder / f"{name}.yaml")
+            given = _yaml_loader.load_yaml(folder / f"{name}.yaml")
     except ImportError as error:
         raise ConfigError("task=longbench: needs jieba, fuzzywuzzy and rouge; pip install -e '.[eval]'") from error
     base, prompt = name.removesuffix("_e"), given["doc_to_text"]
@@ -138,23 +122,12 @@ def load_subset(name: str) -> Subset:
     named = given["metric_list"][-1]["metric"]
     whole = given["process_results"]
     metric = code_similarity if named == "code_sim_score" else whole.__globals__[named]
-    return Subset(
-        name,
-        prompt,
-        ending,
-        int(given["generation_kwargs"]["max_gen_toks"]),
-        metric,
-        f"{named} {code_behind(whole)}",
-        given["dataset_path"],
-        given["dataset_name"],
-    )
+    most, source = int(given["generation_kwargs"]["max_gen_toks"]), f"{named} {code_behind(whole)}"
+    return Subset(name, prompt, ending, most, metric, source, given["dataset_path"], given["dataset_name"])
 
 
 def code_similarity(text: str, reference: str, **_: Any) -> float:
-    """Edit similarity of `reference` and the first line of `text` that is neither a comment nor in a code fence.
-
-    Leading newlines do not count; a line of blanks does, as in the released metric.
-    """
+    """Edit similarity of `reference` and the first line of `text` that is no comment and no code fence."""
     ratio = importlib.import_module("fuzzywuzzy.fuzz").ratio
     lines = text.lstrip("\n").split("\n")
     code = next((line for line in lines if not any(mark in line for mark in ("`", "#", "//"))), "")
@@ -195,10 +168,7 @@ def rouge_l(text: str, reference: str) -> float:
 
 
 def read_documents(config: DatasetConfig, task: LongbenchConfig) -> list[Document]:
-    """The first `task.limit` items of each subset, from `dataset.path` or the hub.
-
-    A path is a folder of `<subset>.jsonl` files, or one such file where there is one subset.
-    """
+    """The first `task.limit` items of each subset, from `dataset.path` (a folder, or one file) or the hub."""
     if config.loader is not Loader.items:
         raise ConfigError(f"dataset={config.name}: holds text; task=longbench has items of its own, dataset=longbench")
     out: list[Document] = []
@@ -208,22 +178,19 @@ def read_documents(config: DatasetConfig, task: LongbenchConfig) -> list[Documen
             local, split = "a folder of <subset>.jsonl files", "test"
             rows = list(load_rows(f"task.subsets={name}", local, subset.hub_id, subset.hub_config, split=split))
         else:
-            rows = _local_rows(Path(config.path), subset, task)
+            file = Path(config.path).expanduser()
+            if file.is_dir():
+                names = [f"{subset.name}.jsonl", f"{subset.base}.jsonl"]
+                file = next((file / name for name in names if (file / name).is_file()), file / names[0])
+            elif len(task.subsets) > 1:
+                held = f"{len(task.subsets)} subsets; choose one by task.subsets="
+                raise DataError(f"dataset.path={config.path}: no folder, and {held}")
+            rows = read_objects(file, "context, input and answers")
         for index, row in enumerate(rows[: task.limit]):
             # `input` in the benchmark's own files is `question` in its mirror on the hub and in the prompts.
             row = {"question": row.get("input", ""), **row}
             out.append(Document(f"{name}/{row.get('_id') or index}", subset, row))
     return out
-
-
-def _local_rows(path: Path, subset: Subset, task: LongbenchConfig) -> list[dict[str, Any]]:
-    file = path.expanduser()
-    if file.is_dir():
-        names = [f"{subset.name}.jsonl", f"{subset.base}.jsonl"]
-        file = next((file / name for name in names if (file / name).is_file()), file / names[0])
-    elif len(task.subsets) > 1:
-        raise DataError(f"dataset.path={path}: no folder, and {len(task.subsets)} subsets; choose one by task.subsets=")
-    return read_objects(file, "context, input and answers")
 
 
 def documents(inputs: Inputs) -> list[Document]:
@@ -268,10 +235,8 @@ def make_items(inputs: Inputs, unequal: bool = False) -> Items[LongItem]:
     longest, skipped, items = inputs.longest_context, {}, []
     for document in documents(inputs):
         wanted = document.subset.max_new_tokens
-        limits = [
-            limit for limit in (task.max_length, None if longest is None else longest - wanted) if limit is not None
-        ]
-        room = min(limits, default=2**31)
+        limits = [task.max_length, None if longest is None else longest - wanted]
+        room = min((limit for limit in limits if limit is not None), default=2**31)
         if not str(document.row.get("context") or "").strip():
             skipped[document.name] = "empty context"
         elif not document.row.get("answers"):
@@ -284,14 +249,11 @@ def make_items(inputs: Inputs, unequal: bool = False) -> Items[LongItem]:
                 skipped[document.name] = f"its chat template alone takes {len(tokens)} tokens, there is room for {room}"
             else:
                 items.append(LongItem(document, tuple(tokens), cut))
-    groups: dict[str, list[LongItem]] = {}
-    for item in items:
-        groups.setdefault(item.document.subset.name, []).append(item)
-    batches = [
-        [same[index] for index in batch]
-        for same in groups.values()
-        for batch in batches_of([len(item.prompt) for item in same], task.batch_size, unequal)
-    ]
+    batches = []
+    for _, group in itertools.groupby(items, key=lambda item: item.document.subset.name):
+        same = list(group)
+        lengths = [len(item.prompt) for item in same]
+        batches += [[same[index] for index in batch] for batch in batches_of(lengths, task.batch_size, unequal)]
     return Items(batches, lambda item: item.document.name, skipped)
 
 
@@ -305,16 +267,9 @@ def answer(reader: Reader, inputs: Inputs, batch: Sequence[LongItem]) -> list[Sc
         item = batch[place]
         text = subset.answer(str(tokenizer.decode(tokens, skip_special_tokens=True)))
         words = int(item.document.row.get("length") or 0)
-        return {
-            "item": item.document.name,
-            "subset": subset.name,
-            "length": words,
-            "bucket": next(name for name, most in BUCKETS if most is None or words < most),
-            "cut": item.cut,
-            "together": len(batch),
-            "text": text,
-            "score": subset.score(item.document.row, text),
-        }
+        bucket = next(name for name, most in BUCKETS if most is None or words < most)
+        about = {"item": item.document.name, "subset": subset.name, "length": words, "bucket": bucket, "cut": item.cut}
+        return about | {"text": text, "score": subset.score(item.document.row, text)}
 
     return write_answers(reader, [item.prompt for item in batch], subset.max_new_tokens, ends, sample, pick)
 
@@ -335,11 +290,9 @@ def measure(inputs: Inputs, method: Method, baseline: Baseline | None, journal: 
         items, lambda batch: answer(reader, inputs, batch), task, journal, baseline, method.label, "score"
     )
     scored = [sample for sample in found.samples if "skipped" not in sample]
-    metrics = found.metrics | by_part(scored, "subset", "score")
+    by_subset = by_part(scored, "subset", "score")
     # Subsets have equal weight whatever their number of items, as in the benchmark's own average.
-    metrics["subset_mean"] = float(
-        np.mean([metrics[f"score[subset={name}]"] for name in {s["subset"] for s in scored}])
-    )
+    metrics = found.metrics | by_subset | {"subset_mean": float(np.mean(list(by_subset.values())))}
     metrics["cut_items"] = float(sum(sample["cut"] > 0 for sample in scored))
     if task.buckets:
         metrics |= by_part(scored, "bucket", "score")

@@ -5,11 +5,13 @@ from __future__ import annotations
 import hashlib
 import importlib
 import json
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 from torch import Tensor
 from tqdm import tqdm
 
@@ -57,6 +59,18 @@ def mean_metric(name: str, rows: Iterable[Mapping[str, Any]], quantity: str, /, 
     return {name: sum(values) / len(values)} if values else {}
 
 
+def averaged(rows: Iterable[Mapping[str, Any]], *names: str) -> list[dict[str, Any]]:
+    """One row for each set of these fields, in order: means over its rows of all others, numbers or lists."""
+    groups: dict[tuple[tuple[str, Any], ...], list[Mapping[str, Any]]] = defaultdict(list)
+    for row in rows:
+        groups[tuple((name, row[name]) for name in names if name in row)].append(row)
+    out = []
+    for named, same in groups.items():
+        means = {name: np.mean([one[name] for one in same], 0).tolist() for name in same[0] if name not in names}
+        out.append({**dict(named), **means})
+    return out
+
+
 def decoded(inputs: Inputs, tokens: Iterable[Tensor]) -> list[str]:
     """The text of each sequence of tokens."""
     return [str(inputs.tokenizer.decode(sequence.tolist(), skip_special_tokens=True)) for sequence in tokens]
@@ -86,13 +100,11 @@ def items_fingerprint(inputs: Inputs, parts: Iterable[Any], *more: str) -> str:
 
 @dataclass(frozen=True)
 class Task:
-    """A task, as the runner calls it.
+    """A task, as the runner calls it; `settings`: of a task outside the package, the dataclass of its settings.
 
-    `check` reads no weights and raises `Unsupported` for a method, `ConfigError` for a length, that the task cannot do.
-    `measure` writes what it has scored to the journal, from which a killed run resumes. `fingerprint` names the data
-    that is scored, `texts` gives the texts in it, with which those of a calibration are compared.
-    `settings`: of a task outside the package, the dataclass of its settings, which is defined next to it (those of the
-    package's own tasks are in `kvq.config.tasks`, which imports no torch).
+    `check` reads no weights and raises `Unsupported` or `ConfigError`; `measure` writes what it has scored to the
+    journal, from which a killed run resumes; `fingerprint` names the data; `texts`: its texts, to compare with a
+    calibration's.
     """
 
     check: Callable[[Inputs, Method], None]
@@ -146,20 +158,9 @@ def scored_rows(
 
 
 STORED = (
-    "bits_per_element",
-    "key_bits",
-    "value_bits",
-    "effective_bits",
-    "packed_bytes",
-    "total_bytes",
-    "cached_tokens",
-    "expanded_bits",
-    "index_bits",
-    "index_entropy",
-    "uncoded_bits",
+    *("bits_per_element", "key_bits", "value_bits", "effective_bits", "packed_bytes", "total_bytes", "cached_tokens"),
+    *("expanded_bits", "index_bits", "index_entropy", "uncoded_bits"),
 )
-
-
 RECOMPRESSED = ("recompressed_tokens", "recompression_error")
 """Of methods that encode packed tokens again with other bits."""
 STATES = ("state_bytes", "state_bits")
@@ -169,11 +170,10 @@ STATES = ("state_bytes", "state_bits")
 def storage_metrics(cache: KVCache, sequences: int) -> dict[str, float]:
     """Measured bits of a cache in its present state, and bytes of one of its sequences.
 
-    Where indices have Huffman codes, also the mean length of their code words and the Shannon entropy of their
-    frequencies in each block, over keys and values. Where blocks are compressed: the bits per element before, of the
-    sides that are. Where packed tokens are encoded again: how many were (of a head, each time), and the relative
-    squared difference of their decoded forms. Where layers keep states of fixed size: their bytes, and their part of
-    effective bits. Of an expanded latent, effective bits are per number of the latent, `expanded_bits` per one cached.
+    With Huffman codes: mean length of code words and entropy of each block's frequencies. With compressed blocks: bits
+    before. With tokens encoded again: how many (of a head, each time), and the relative squared change of their decoded
+    forms. With states of fixed size: their bytes, and part of effective bits. Of an expanded latent, effective bits are
+    per number of the latent, `expanded_bits` per one cached.
     """
     stored = {
         "bits_per_element": cache.bits_per_element,
@@ -189,13 +189,8 @@ def storage_metrics(cache: KVCache, sequences: int) -> dict[str, float]:
     if indices := sum(rate.indices for rate in rates):
         stored["index_bits"] = sum(rate.coded for rate in rates) / indices
         stored["index_entropy"] = sum(rate.entropy for rate in rates) / indices
-    sizes = [
-        (part, codec.uncoded_bytes(part))
-        for codec, side in sides
-        if isinstance(codec, CodedBlocks)
-        for part in side.packed
-    ]
-    coded = [(part, size) for part, size in sizes if size is not None]
+    blocks = [(codec, part) for codec, side in sides if isinstance(codec, CodedBlocks) for part in side.packed]
+    coded = [(part, size) for codec, part in blocks if (size := codec.uncoded_bytes(part)) is not None]
     if elements := sum(part.batch * part.heads * part.tokens * part.head_dim for part, _ in coded):
         stored["uncoded_bits"] = 8 * sum(size for _, size in coded) / elements
     if (latent := cache.latent_bits) is not None:
@@ -204,8 +199,6 @@ def storage_metrics(cache: KVCache, sequences: int) -> dict[str, float]:
         stored["state_bytes"] = cache.state_bytes / sequences
         stored["state_bits"] = stored["effective_bits"] * cache.state_bytes / cache.nbytes
     if (done := cache.recompression) is not None:
-        stored |= {
-            "recompressed_tokens": done.moves / sequences,
-            "recompression_error": done.lost / done.energy if done.energy else 0.0,
-        }
+        lost = done.lost / done.energy if done.energy else 0.0
+        stored |= {"recompressed_tokens": done.moves / sequences, "recompression_error": lost}
     return stored

@@ -1,9 +1,8 @@
-"""`task=memory`: bytes of a cache by part.
+"""`task=memory`: bytes of a cache by part, after a prompt, from stored tensors, or for long prompts from their layout.
 
-Bytes are counted after a prompt, from stored tensors, or for long prompts from their layout. No weights are
-read: bytes depend only on a model's shape. Layers with a window hold what `kvq.cache.window` leaves after a prompt
-that is read at once; latents count as they are cached, and states of fixed size as models of 16 bits keep them. The
-papers' results: nsn's 5.09x at 2,048 tokens and 3 bits, OScaR's 5.3x at 128K tokens and 2 bits, both against 16 bits.
+No weights are read. Layers with a window hold what `kvq.cache.window` leaves after a prompt that is read at once;
+latents count as they are cached, states of fixed size at 16 bits. The papers' results, against 16 bits: nsn's 5.09x at
+2,048 tokens and 3 bits, OScaR's 5.3x at 128K tokens and 2 bits.
 """
 
 from __future__ import annotations
@@ -11,12 +10,11 @@ from __future__ import annotations
 import functools
 import itertools
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from kvq.cache.store import UNIT, BlockStore, TokenStore
 from kvq.cache.window import common_droppable, outside
@@ -50,16 +48,6 @@ def kind_of(part: str) -> str:
     return _KIND_OF.get(first) or {"offset": "shift", "scale": "scales"}.get(rest[0] if rest else "", "other")
 
 
-def stored_parts(codec: Codec, states: Tensor, block: int | None, rope: Rope | None = None) -> Counter[str]:
-    """Bytes of every part that `codec` stores of `[batch, heads, tokens, head_dim]` states.
-
-    On the `meta` device no values are computed, only shapes and dtypes.
-    """
-    if not states.shape[2]:
-        return Counter()
-    return _bytes_of(codec.encode(states, block, rope if codec.uses_rope else None))
-
-
 def _bytes_of(packed: Packed) -> Counter[str]:
     """Bytes of each stored part, by name."""
     return Counter({name: part.numel() * part.element_size() for name, part in packed.parts.items()})
@@ -70,10 +58,11 @@ def layout(codec: Codec, tokens: int, heads: int, head_dim: int, dtype: torch.dt
     if codec.stores_lists:
         raise Unsupported(f"{type(codec).__name__}: its bytes follow the values, of which shapes say nothing")
 
-    def of(count: int, device: str) -> Counter[str]:
+    def of(count: int, device: str) -> Counter[str]:  # on the device `meta` no values are computed
         states = torch.zeros(1, heads, count, head_dim, dtype=dtype, device=device)
         nothing = torch.zeros(1, count, 0, device=device)
-        return stored_parts(codec, states, None, Rope(nothing, nothing))
+        rope = Rope(nothing, nothing) if codec.uses_rope else None
+        return _bytes_of(codec.encode(states, None, rope)) if count else Counter()
 
     if block is None:
         try:
@@ -83,14 +72,6 @@ def layout(codec: Codec, tokens: int, heads: int, head_dim: int, dtype: torch.dt
     count, tail = divmod(tokens, block)
     whole, rest = of(block if count else 0, "cpu"), of(tail, "cpu")
     return Counter({name: size * count for name, size in whole.items()}) + rest
-
-
-def by_kind(parts: Mapping[str, int]) -> Counter[str]:
-    """Sum the bytes of parts by `KINDS`."""
-    out: Counter[str] = Counter()
-    for name, size in parts.items():
-        out[kind_of(name)] += size
-    return out
 
 
 def plain_bytes(tokens: int, heads: int, head_dim: int, dtype: torch.dtype) -> int:
@@ -122,10 +103,7 @@ def side_parts(
     measured: bool,
     dropped: int = 0,
 ) -> Counter[str]:
-    """Bytes of keys or values of one layer by part; full-precision tokens are part `residual`.
-
-    `measured`: encode random states, instead of computing bytes from shapes; `dropped`: first tokens not held.
-    """
+    """Bytes of one side of a layer by part; `measured`: of random states; `dropped`: first tokens not held."""
     if codec is None:
         return Counter(residual=plain_bytes(tokens - dropped, heads, head_dim, FP16))
     packed, block, independent = schedule(residual, codec, tokens)
@@ -190,8 +168,8 @@ def rows_of(shape: CacheShape, method: Method, tokens: int, measured: bool) -> l
     for stored in _stored_sides(shape, method, tokens):
         row, kind, dim = rows[stored.side], stored.kind, stored.kind.dim(stored.side)
         parts = side_parts(stored.codec, stored.residual, tokens, kind.heads, dim, measured, stored.dropped)
-        for name, size in by_kind(parts).items():
-            row[name] += kind.count * size
+        for name, size in parts.items():
+            row[kind_of(name)] += kind.count * size
         row["packed_tokens"] = max(row["packed_tokens"], stored.packed)
         row["fp16"] += kind.count * plain_bytes(tokens - outside(tokens, kind.window), kind.heads, dim, FP16)
     for row in rows.values():

@@ -1,10 +1,8 @@
 """`task=multimodal`, `task=modality`: models that read images, by their answers and by the norms of their tokens.
 
-`task=multimodal` asks questions about images through the quantized cache and scores answers by the benchmark's rule.
-`task=modality` asks whether image tokens and text tokens, which share scales, differ in norm. Published claims under
-test: OScaR (arXiv 2605.19660), section 4.1 and Figures 19-21, on models that read images: norms vary more than in
-text-only models; they are smooth within a modality and differ between modalities; some tokens have norms far above
-the others.
+Answers are scored by the benchmark's rule. Published claims under test: OScaR (arXiv 2605.19660), section 4.1 and
+Figures 19-21: with images norms vary more than in text-only models; they are smooth within a modality and differ
+between modalities; some tokens have norms far above the others.
 """
 
 from __future__ import annotations
@@ -12,13 +10,14 @@ from __future__ import annotations
 import hashlib
 import io
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Int
 from torch import Tensor
 
 from kvq.config import DatasetConfig
@@ -38,7 +37,6 @@ from kvq.tasks.items import Items, Sample, Scored, by_part, measure_items, write
 from kvq.tasks.measurement import Baseline, Measurement, Task, items_fingerprint, mean_metric, units_like
 from kvq.tasks.reader import Reader, answer_text
 
-Row = Mapping[str, Any]
 _SPACES = "HME100k"
 """The source of formulae, which OCRBench compares without spaces."""
 
@@ -56,11 +54,7 @@ class MediaItem:
 
 
 def ocrbench_score(source: str, answers: Sequence[str], text: str) -> float:
-    """1 if any answer is contained in the text, else 0.
-
-    Source: OCRBench (arXiv 2305.07895), released `example.py`: both in lower case, stripped, newlines as spaces;
-    HME100k in its own case and without spaces.
-    """
+    """OCRBench (arXiv 2305.07895, `example.py`): 1 if the text contains an answer, both made plain, else 0."""
 
     def plain(given: str) -> str:
         if source == _SPACES:
@@ -70,20 +64,25 @@ def ocrbench_score(source: str, answers: Sequence[str], text: str) -> float:
     return float(any(plain(answer) in plain(text) for answer in answers))
 
 
-def read_items(dataset: DatasetConfig) -> tuple[list[MediaItem], dict[str, str]]:
-    """The items, and the skipped ones: name -> reason."""
-    items: list[MediaItem] = []
-    skipped: dict[str, str] = {}
-    for index, (row, folder) in enumerate(_rows(dataset)):
+def read_items(dataset: DatasetConfig, limit: int | None = None) -> tuple[list[MediaItem], dict[str, str]]:
+    """The first `limit` items, and the skipped ones: name -> reason."""
+    items, skipped = list[MediaItem](), dict[str, str]()
+    if dataset.path is None:
+        local, split = "a local copy (jsonl, json or parquet)", dataset.split or "test"
+        rows = load_rows(f"dataset={dataset.name}", local, dataset.hub_id, dataset.hub_config, split=split)
+    else:
+        rows = read_objects(Path(dataset.path).expanduser(), "a question, an answer and an image")
+    folder = Path(dataset.path or "").expanduser().parent  # of images; rows of the hub hold them
+    for index, row in enumerate(rows):
         name = f"{index}" if row.get("id") is None else f"{index}/{row['id']}"  # ids may repeat
         try:
             items.append(_item(name, row, folder))
         except DataError as error:
             skipped[name] = str(error)
-    return items, skipped
+    return items[:limit], skipped
 
 
-def _item(name: str, row: Row, folder: Path | None) -> MediaItem:
+def _item(name: str, row: Mapping[str, Any], folder: Path) -> MediaItem:
     answers = row.get("answer", row.get("answers"))
     answers = [answers] if isinstance(answers, str) else list(answers or [])
     kept = tuple(str(answer) for answer in answers if str(answer).strip())
@@ -96,14 +95,14 @@ def _item(name: str, row: Row, folder: Path | None) -> MediaItem:
     return MediaItem(name, kind or str(row.get("type") or ""), source, question, kept, media)
 
 
-def _media(given: Any, folder: Path | None) -> bytes:
+def _media(given: Any, folder: Path) -> bytes:
     """Bytes of an image, given as bytes, path, hub row or decoded picture (as PNG)."""
     if isinstance(given, Mapping):
         given = given.get("bytes") or given.get("path")
     if isinstance(given, bytes):
         return given
     if isinstance(given, str) and given:
-        file = (folder or Path()) / given
+        file = folder / given
         if not file.is_file():
             raise DataError(f"{given}: no such file")
         return file.read_bytes()
@@ -114,16 +113,6 @@ def _media(given: Any, folder: Path | None) -> bytes:
     raise DataError("no image")
 
 
-def _rows(dataset: DatasetConfig) -> list[tuple[Row, Path | None]]:
-    """Rows of the data set, each with the folder of its images (None: the hub's rows hold them)."""
-    if dataset.path is None:
-        local, split = "a local copy (jsonl, json or parquet)", dataset.split or "test"
-        found = load_rows(f"dataset={dataset.name}", local, dataset.hub_id, dataset.hub_config, split=split)
-        return [(row, None) for row in found]
-    path = Path(dataset.path).expanduser()
-    return [(row, path.parent) for row in read_objects(path, "a question, an answer and an image")]
-
-
 _BESIDE = ("input_ids", "attention_mask")
 
 
@@ -131,21 +120,13 @@ def items_of(inputs: Inputs) -> tuple[list[MediaItem], dict[str, str]]:
     """The items of a run and the skipped ones, read once."""
     task: MultimodalConfig | ModalityConfig = inputs.config.task
     name = repr((inputs.config.dataset, task.benchmark, task.limit))
-
-    def read() -> tuple[list[MediaItem], dict[str, str]]:
-        items, skipped = read_items(inputs.config.dataset)
-        return items[: task.limit], skipped
-
-    return inputs.shared("multimodal", name, read)
+    return inputs.shared("multimodal", name, lambda: read_items(inputs.config.dataset, task.limit))
 
 
 def prompt_of(
     processor: Any, item: MediaItem, device: torch.device
 ) -> tuple[Int[Tensor, "1 tokens"], dict[str, Tensor]]:
-    """Tokens of the prompt, with one for each image patch, and the processor's further inputs.
-
-    The prompt is the processor's chat template, or, where it has none, its image token before the question.
-    """
+    """Tokens of the prompt by the processor's template, one for each image patch, and its further inputs."""
     from PIL import Image, UnidentifiedImageError
 
     try:
@@ -178,13 +159,9 @@ def answer(inputs: Inputs, method: Method, processor: Any, item: MediaItem) -> S
 
     def sample(_: int, written: list[int]) -> Sample:
         text = answer_text(tokenizer, written, [])
-        return {
-            "item": item.name,
-            "kind": item.kind or "other",
-            "text": text,
-            "score": ocrbench_score(item.source, item.answers, text),
-            **{f"{name}_tokens": int((labels == index).sum()) for index, name in enumerate(MODALITIES[:2])},
-        }
+        counts = {f"{name}_tokens": int((labels == index).sum()) for index, name in enumerate(MODALITIES[:2])}
+        score = ocrbench_score(item.source, item.answers, text)
+        return {"item": item.name, "kind": item.kind or "other", "text": text, "score": score, **counts}
 
     try:
         (found,) = write_answers(reader, tokens.tolist(), task.max_new_tokens, reader.ends(tokenizer), sample)
@@ -247,9 +224,8 @@ def measure(inputs: Inputs, method: Method, baseline: Baseline | None, journal: 
 def fingerprint(inputs: Inputs) -> str:
     """Fingerprint of the items: questions, answers, images, and the model's context."""
     items, skipped = items_of(inputs)
-    fields = ("name", "kind", "source", "question", "answers")
     # No item has choices, which earlier fingerprints name.
-    rows = [[*(getattr(item, name) for name in fields), (), hashlib.sha256(item.media).hexdigest()] for item in items]
+    rows = [[*list(vars(item).values())[:-1], (), hashlib.sha256(item.media).hexdigest()] for item in items]
     return items_fingerprint(inputs, [*rows, skipped])
 
 
@@ -259,69 +235,43 @@ _SPREADS = {"cv": "variation", "max_over_min": "max_over_min", "max_over_median"
 _QUANTILES = (0.0, 0.25, 0.5, 0.75, 1.0)
 
 
-class ByModality:
-    """Norm statistics of one prompt by layer, side and modality, and norms by position."""
-
-    def __init__(self, labels: Int[Tensor, " tokens"]) -> None:
-        self._labels = labels
-        self.rows: list[dict[str, Any]] = []
-        self._boxes: list[dict[str, Any]] = []
-
-    def add(self, layer: LayerStates) -> None:
-        """Add the norms of one layer."""
-        for side in SIDES:
-            norms, place = token_norms(getattr(layer, side)), {"layer": layer.index, "side": side}
-            self.rows += [{"kind": "modality", **place, **row} for row in self._statistics(norms)]
-            boxes = norms[0].quantile(torch.tensor(_QUANTILES, dtype=norms.dtype, device=norms.device), dim=0)
-            self._boxes.append({"kind": "tokens", **place, "norms": boxes.cpu()})
-
-    def boxes(self, count: int) -> list[dict[str, Any]]:
-        """Rows of norms by position, of `count` layers that are evenly spread."""
-        layers = sorted({row["layer"] for row in self._boxes})
-        steps = torch.linspace(0, len(layers) - 1, min(count, len(layers))).long().tolist()
-        chosen = {layers[step] for step in steps}
-        found = [row for row in self._boxes if row["layer"] in chosen]
-        return [row | {"spans": spans(self._labels), "norms": row["norms"].tolist()} for row in found]
-
-    def _statistics(self, norms: Float[Tensor, "1 heads tokens"]) -> Iterable[dict[str, Any]]:
-        relative = relative_norms(norms)[0]
-        for name in (ALL, *MODALITIES):
-            among = torch.ones_like(self._labels, dtype=torch.bool)
-            if name != ALL:
-                among = self._labels == MODALITIES.index(name)
-            if not bool(among.any()):
-                continue
-            among = among.to(norms.device)
-            part = norms[:, :, among]
-            spread = {key: float(value.mean()) for key, value in vars(imbalance(part)).items()}
-            highest = float(over_median(part).amax(-1).mean())
-            middle = float(relative[among].median())
-            row = {"modality": name, "tokens": int(among.sum()), **spread}
-            yield row | {"max_over_median": highest, "relative": middle}
-
-
-def spans(labels: Int[Tensor, " tokens"]) -> list[list[Any]]:
-    """Runs of tokens of one modality, in order: `[name, tokens]` each."""
-    values, counts = torch.unique_consecutive(labels, return_counts=True)
-    pairs = zip(values.tolist(), counts.tolist(), strict=True)
-    return [[MODALITIES[value], count] for value, count in pairs]
-
-
 def norms_by_modality(loaded: MediaModel, tokens: Int[Tensor, " tokens"], layers: int = 0) -> list[dict[str, Any]]:
     """Rows of one prompt of `tokens`.
 
-    `kind` modality: one per layer, side and modality, and one for all tokens (`modality` all), with the means over
-    heads of `variation`, `max_over_min` and `median_over_min` (`task=tni`'s) and of `max_over_median` among the tokens
-    of that modality, and `relative`: their median norm over the median of all tokens.
-    `kind` tokens: one per side of `layers` layers evenly spread, with `norms` [5, tokens] (least, quartiles and
-    largest of each token's norms over its heads) and `spans` of tokens of one modality.
+    `kind` modality: per layer, side and modality (and `all`), means over heads of `task=tni`'s statistics and of
+    `max_over_median` among its tokens, and `relative`: their median norm over the median of all tokens. `kind` tokens:
+    per side of `layers` layers evenly spread, `norms` [5, tokens] (least, quartiles, largest over heads) and `spans` of
+    tokens of one modality, `[name, tokens]` each.
     """
-    found = ByModality(modalities(loaded.model.config, tokens))
+    labels = modalities(loaded.model.config, tokens)
+    parts = {ALL: torch.ones_like(labels, dtype=torch.bool)}
+    parts |= {name: labels == index for index, name in enumerate(MODALITIES) if bool((labels == index).any())}
+    rows: list[dict[str, Any]] = []
+    boxes: dict[int, list[dict[str, Any]]] = defaultdict(list)
+
+    def add(layer: LayerStates) -> None:
+        """Add the norms of one layer."""
+        for side in SIDES:
+            norms, place = token_norms(getattr(layer, side)), {"layer": layer.index, "side": side}
+            relative = relative_norms(norms)[0]
+            for name, among in parts.items():
+                part = norms[:, :, among.to(norms.device)]
+                spread = {key: float(value.mean()) for key, value in vars(imbalance(part)).items()}
+                row = {"kind": "modality", **place, "modality": name, "tokens": int(among.sum()), **spread}
+                row["max_over_median"] = float(over_median(part).amax(-1).mean())
+                rows.append(row | {"relative": float(relative[among.to(norms.device)].median())})
+            levels = torch.tensor(_QUANTILES, dtype=norms.dtype, device=norms.device)
+            boxes[layer.index].append({"kind": "tokens", **place, "norms": norms[0].quantile(levels, dim=0).tolist()})
+
     try:
-        capture(loaded, tokens, found.add, **loaded.media_of(tokens[None].to(loaded.device)))
+        capture(loaded, tokens, add, **loaded.media_of(tokens[None].to(loaded.device)))
     finally:
         loaded.forget()
-    return found.rows + found.boxes(layers)
+    values, counts = torch.unique_consecutive(labels, return_counts=True)
+    spans = [[MODALITIES[value], count] for value, count in zip(values.tolist(), counts.tolist(), strict=True)]
+    known = sorted(boxes)
+    chosen = {known[step] for step in torch.linspace(0, len(known) - 1, min(layers, len(known))).long().tolist()}
+    return rows + [row | {"spans": spans} for layer, own in boxes.items() if layer in chosen for row in own]
 
 
 def measure_modality(inputs: Inputs, method: Method, baseline: Baseline | None, journal: Journal) -> Measurement:
@@ -332,30 +282,24 @@ def measure_modality(inputs: Inputs, method: Method, baseline: Baseline | None, 
     rows: list[dict[str, Any]] = []
     for index, (item,) in enumerate(items.batches):
         loaded, tokens = with_media(inputs.model, processor, item)
-        found = norms_by_modality(loaded, tokens[0], 0 if index else task.layers)
-        rows += [{"item": item.name, **row} for row in found]
+        norms = norms_by_modality(loaded, tokens[0], 0 if index else task.layers)
+        rows += [{"item": item.name, **row} for row in norms]
     if not rows:
         reasons = next(iter(items.skipped.values()), "no items")
         raise DataError(f"task=modality: no prompt can be read: {reasons}")
-    metrics = summary_of_norms(rows)
-    rows += [{"kind": "skipped", "item": name, "skipped": reason} for name, reason in items.skipped.items()]
-    metrics |= {"items": float(len(items.batches)), "skipped_items": float(len(items.skipped))}
-    return Measurement(metrics, units_like(metrics, {"*_tokens": "tokens", "*items": "items"}), rows)
-
-
-def summary_of_norms(rows: list[dict[str, Any]]) -> dict[str, float]:
-    """Means over prompts and layers of the rows' norm statistics, by side and modality; and tokens by modality."""
-    out: dict[str, float] = {}
+    metrics: dict[str, float] = {}
     found = [row for row in rows if row["kind"] == "modality"]
     for side, name in itertools.product(SIDES, (ALL, *MODALITIES)):
         end, more = ("", {}) if name == ALL else (f"[modality={name}]", {"relative": "relative"})
         for metric, key in (_SPREADS | more).items():
-            out |= mean_metric(f"{side}_{metric}{end}", found, key, side=side, modality=name)
-    first = found[0]["layer"]
+            metrics |= mean_metric(f"{side}_{metric}{end}", found, key, side=side, modality=name)
     for name in MODALITIES[:2]:
-        counts = [r["tokens"] for r in found if (r["side"], r["layer"], r["modality"]) == ("key", first, name)]
-        out[f"{name}_tokens"] = float(sum(counts))
-    return out
+        place = ("key", found[0]["layer"], name)
+        counts = [row["tokens"] for row in found if (row["side"], row["layer"], row["modality"]) == place]
+        metrics[f"{name}_tokens"] = float(sum(counts))
+    rows += [{"kind": "skipped", "item": name, "skipped": reason} for name, reason in items.skipped.items()]
+    metrics |= {"items": float(len(items.batches)), "skipped_items": float(len(items.skipped))}
+    return Measurement(metrics, units_like(metrics, {"*_tokens": "tokens", "*items": "items"}), rows)
 
 
 def check_modality(inputs: Inputs, method: Method) -> None:

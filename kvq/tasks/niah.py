@@ -72,21 +72,16 @@ def make_items(inputs: Inputs) -> list[NiahItem]:
             rng = np.random.default_rng([_ITEMS_STREAM, task.seed, length, place, repeat])
             room = length - len(start)
             text = draw_piece(streams, room, rng)
-            needles = _needles(task, rng)
+            needles = draw_needles(rng, task.planted, task.digits)
+            if task.needle is not None and task.question is not None:
+                values = [needle.value if task.answer is None else task.answer for needle in needles]
+                pairs = zip(needles, values, strict=True)
+                needles = [Needle(needle.key, value, task.needle, task.question) for needle, value in pairs]
             depths = [depth, *rng.uniform(size=len(needles) - 1).tolist()]
             prompt = build_needle_prompt(text, needles, depths, room, plain, after)
             name = f"length={length} depth={depth:g} repeat={repeat}"
             items.append(NiahItem(name, length, depth, tuple(needles), (*start, *prompt)))
     return items
-
-
-def _needles(task: NiahConfig, rng: np.random.Generator) -> list[Needle]:
-    drawn = draw_needles(rng, task.planted, task.digits)
-    if task.needle is None or task.question is None:
-        return drawn
-    values = [needle.value if task.answer is None else task.answer for needle in drawn]
-    pairs = zip(drawn, values, strict=True)
-    return [Needle(needle.key, value, task.needle, task.question) for needle, value in pairs]
 
 
 def extract(text: str, value: str) -> str:
@@ -109,7 +104,18 @@ def measure(inputs: Inputs, method: Method, baseline: Baseline | None, journal: 
     config = inputs.config
     task: NiahConfig = config.task
     reader = Reader.of(inputs, method)
-    items = _batched(make_items(inputs), task, inputs)
+    longest, skipped, batches, every = inputs.longest_context, {}, list[list[NiahItem]](), make_items(inputs)
+    for length in task.lengths:
+        fit = []
+        for item in (item for item in every if item.length == length):
+            needed = len(item.prompt) + answer_tokens(item, task, inputs)
+            if longest is not None and needed > longest:
+                skipped[item.name] = f"prompt and answer take {needed} tokens, the model takes {longest}"
+            else:
+                fit.append(item)
+        lengths = [len(item.prompt) for item in fit]
+        batches += [[fit[index] for index in batch] for batch in batches_of(lengths, task.batch_size, unequal=False)]
+    items = Items(batches, lambda item: item.name, skipped)
     found = measure_items(items, lambda batch: ask(reader, inputs, batch), task, journal, baseline, method.label)
     scored = [sample for sample in found.samples if "skipped" not in sample]
     more: dict[str, float] = {}
@@ -123,21 +129,6 @@ def measure(inputs: Inputs, method: Method, baseline: Baseline | None, journal: 
         more["bit_mixing_random"] = float(np.mean(rates))
     metrics = found.metrics | more
     return Measurement(metrics, units_of(metrics), found.samples)
-
-
-def _batched(items: Sequence[NiahItem], task: NiahConfig, inputs: Inputs) -> Items[NiahItem]:
-    longest = inputs.longest_context
-    skipped, batches = {}, []
-    for length in task.lengths:
-        fit = [item for item in items if item.length == length]
-        for item in list(fit):
-            needed = len(item.prompt) + answer_tokens(item, task, inputs)
-            if longest is not None and needed > longest:
-                skipped[item.name] = f"prompt and answer take {needed} tokens, the model takes {longest}"
-                fit.remove(item)
-        lengths = [len(item.prompt) for item in fit]
-        batches += [[fit[index] for index in batch] for batch in batches_of(lengths, task.batch_size, unequal=False)]
-    return Items(batches, lambda item: item.name, skipped)
 
 
 def answer_tokens(item: NiahItem, task: NiahConfig, inputs: Inputs) -> int:
@@ -158,18 +149,9 @@ def ask(reader: Reader, inputs: Inputs, batch: Sequence[NiahItem]) -> list[Score
         planted = [needle.value for needle in item.needles]
         answer = extract(text, planted[0])
         outcome = classify(answer, planted[0], planted)
-        return {
-            "item": item.name,
-            "length": item.length,
-            "depth": item.depth,
-            "key": item.needles[0].key,
-            "value": planted[0],
-            "others": planted[1:],
-            "answer": answer,
-            "text": text,
-            "outcome": outcome,
-            "score": float(outcome == "hit"),
-        }
+        asked = {"item": item.name, "length": item.length, "depth": item.depth, "key": item.needles[0].key}
+        asked |= {"value": planted[0], "others": planted[1:]}
+        return asked | {"answer": answer, "text": text, "outcome": outcome, "score": float(outcome == "hit")}
 
     return write_answers(reader, [item.prompt for item in batch], most, ends, sample, stay=True)
 
@@ -205,11 +187,7 @@ SHORTEST_PIECE = 2
 
 
 def is_mixture(answer: str, planted: Sequence[str]) -> bool:
-    """Whether `answer` is none of `planted` but splits into pieces of at least two characters taken from two or more.
-
-    A piece is taken from a value that holds it at the same position, or anywhere as consecutive characters (which the
-    first implies).
-    """
+    """Whether `answer` is none of `planted` but splits into pieces (2 characters or more) of two or more of them."""
     if answer in planted:
         return False
     # After each position: the one value that all pieces so far can come from, or None where two or more are needed.

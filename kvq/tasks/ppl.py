@@ -1,7 +1,6 @@
 """`task=ppl`: perplexity through the quantized cache, with KL and agreement against full precision from the same pass.
 
-Protocols (windows, scoring) are those of the papers: nsn's sliding windows, NSNQuant's and KVQuant's disjoint ones.
-docs/pitfalls.md says what each scoring can show.
+Protocols are the papers': nsn's sliding windows, NSNQuant's and KVQuant's disjoint ones (docs/pitfalls.md).
 """
 
 from __future__ import annotations
@@ -23,177 +22,138 @@ from kvq.models.inputs import Inputs
 from kvq.results.files import Journal
 from kvq.results.metrics import units_of
 from kvq.results.statistics import delta_nll_of_samples
+from kvq.tasks import scoring
 from kvq.tasks.measurement import Baseline, Measurement, Task, decoded, storage_metrics
-from kvq.tasks.scoring import (
-    PplResult,
-    ReferenceLogProbs,
-    ScoredChunk,
-    Window,
-    WindowScore,
-    batches,
-    cut_windows,
-    holding_method,
-    log_probabilities,
-    parallel_method,
-    score,
-    score_continuation,
-    scoring_bounds,
-    summed_positions,
-    without_codecs,
-)
 
+Bounds = list[tuple[int, int]]
 Writer = Callable[[int, int, Tensor], None]
 """Takes the index of a window, a target's position, and the log-probabilities from there on `[targets, vocab]`."""
 
 
-def ppl_windows(streams: Sequence[Tensor], task: PplConfig, bos: int | None = None) -> list[Window]:
+def ppl_windows(streams: Sequence[Tensor], task: PplConfig, bos: int | None = None) -> list[scoring.Window]:
     """The windows that `task` asks for, each after `bos`."""
     stride = task.stride if task.windows.name == "sliding" else None
-    windows = cut_windows(streams, task.context, stride, task.max_windows, bos)
+    windows = scoring.cut_windows(streams, task.context, stride, task.max_windows, bos)
     if task.scoring is not Scoring.continuation:
         return windows
     assert task.prompt is not None
-    return [Window(window.tokens, task.prompt) for window in windows]
+    return [scoring.Window(window.tokens, task.prompt) for window in windows]
 
 
-def empty_result(windows: Sequence[Window], task: PplConfig) -> PplResult:
+def empty_result(windows: Sequence[scoring.Window], task: PplConfig) -> scoring.PplResult:
     """A result with nothing scored yet."""
-    return PplResult(
-        [WindowScore(index, window.scored_from) for index, window in enumerate(windows)], {}, stretch=task.stretch
-    )
+    scores = [scoring.WindowScore(index, window.scored_from) for index, window in enumerate(windows)]
+    return scoring.PplResult(scores, {}, stretch=task.stretch)
 
 
 def run_ppl(
     loaded: LoadedModel,
     method: Method,
-    windows: Sequence[Window],
+    windows: Sequence[scoring.Window],
     task: PplConfig,
-    reference: ReferenceLogProbs | None = None,
+    reference: scoring.ReferenceLogProbs | None = None,
     fill: bool = False,
     keep_decoded: bool = True,
     chunk: int | None = None,
     journal: Journal | None = None,
     writer: Writer | None = None,
-) -> PplResult:
-    """Score every window under `method`.
+) -> scoring.PplResult:
+    """Score every window under `method`, with at most `chunk` tokens per forward (tests; results do not depend on it).
 
-    Args:
-        journal: stores each window as it is scored; windows in it are not scored again (unless `fill`).
-        reference: full-precision log-probabilities to compare with; where they were not kept, they are computed again
-            window by window. With `fill`, this run is the full-precision one and writes them.
-        writer: stores the log-probabilities.
-        chunk: at most this many tokens per forward in `generation` scoring (tests; results do not depend on it).
+    Windows in the `journal` are not scored again (unless `fill`: this is full precision and writes `reference`). Where
+    that was not kept, full precision is computed again, window by window. `writer` stores log-probabilities.
     """
     at_once, continuation = task.scoring is not Scoring.generation, task.scoring is Scoring.continuation
-    method = parallel_method(method) if at_once else method
+    method = scoring.parallel_method(method) if at_once else method
     # No scored target reads the state of the last token; only a window quantized at once includes it in statistics.
-    bounds = [(0, task.context)] if at_once else scoring_bounds(method, task.context - 1, chunk)
+    whole = None if continuation else [(0, task.context)]
+    bounds = whole if at_once else scoring.scoring_bounds(method, task.context - 1, chunk)
     result = empty_result(windows, task)
     journal = Journal() if journal is None or fill else journal
     with tqdm(total=len(windows), desc=method.label, unit="window", leave=False, disable=None) as bar:
-        for indices in batches(windows, task.batch_size):
+        for indices in scoring.batches(windows, task.batch_size):
             bar.update(len(indices))
             if all(f"window {index}" in journal.rows for index in indices):
                 _restore(result, indices, journal)
                 continue
             tokens = torch.stack([windows[index].tokens for index in indices]).to(loaded.device)
             scored_from = windows[indices[0]].scored_from
-            cache = KVCache(loaded, holding_method(method) if continuation else method, keep_decoded)
-            plain = without_codecs(method)
+            cache = KVCache(loaded, scoring.holding_method(method) if continuation else method, keep_decoded)
             # A generator: it computes only what is read.
-            full = _score_batch(loaded, KVCache(loaded, plain), plain, tokens, scored_from, bounds, continuation)
+            full = _chunks(loaded, KVCache(loaded, scoring.without_codecs(method)), method, tokens, scored_from, bounds)
             offset = 0
-            for scored in _score_batch(loaded, cache, method, tokens, scored_from, bounds, continuation):
-                log_probs = log_probabilities(scored.logits)
+            for scored in _chunks(loaded, cache, method, tokens, scored_from, bounds):
+                log_probs = scoring.log_probabilities(scored.logits)
                 count, expected = log_probs.shape[1], None
                 if reference is not None and fill:
                     reference.write(indices, offset, log_probs)
                 elif reference is not None and reference.kept:
                     expected = reference.read(indices, offset, count).to(log_probs.device)
                 elif reference is not None:
-                    expected = log_probabilities(next(full).logits)
+                    expected = scoring.log_probabilities(next(full).logits)
                 if writer is not None:
                     for row, index in enumerate(indices):
                         writer(index, scored_from + offset, log_probs[row])
                 result.add(indices, scored.targets, log_probs, expected)
                 offset += count
             result.settle(indices)
-            _check_finite(result, indices, cache)
+            cache.check_finite()
+            if not all(math.isfinite(result.scores[index].nll) for index in indices):
+                odd = f"window {indices[0]}: the log-probabilities are not finite, though keys and values are"
+                raise DataError(odd)
             result.storage = result.storage or storage_metrics(cache, len(indices))
-            _keep(result, indices, journal)
+            journal.add([_journal_row(result, index) for index in indices])
     return result
 
 
-def _keep(result: PplResult, indices: Sequence[int], journal: Journal) -> None:
-    """Add the scores of windows to the journal, with the KL divergence of each token, which quantiles need."""
-    rows = []
-    for index in indices:
-        divergence = [value for part in result.kl_per_token.get(index, []) for value in part.tolist()]
-        score = {"sample": vars(result.scores[index]), "kl": divergence, "storage": result.storage}
-        rows.append({"item": f"window {index}"} | score)
-    journal.add(rows)
+def _journal_row(result: scoring.PplResult, index: int) -> dict[str, Any]:
+    """The score of a window, with the KL divergence of each token, which quantiles need."""
+    divergence = [value for part in result.kl_per_token.get(index, []) for value in part.tolist()]
+    score = {"sample": vars(result.scores[index]), "kl": divergence, "storage": result.storage}
+    return {"item": f"window {index}"} | score
 
 
-def _restore(result: PplResult, indices: Sequence[int], journal: Journal) -> None:
+def _restore(result: scoring.PplResult, indices: Sequence[int], journal: Journal) -> None:
     """Add the journal's scores of windows to the result."""
     for index in indices:
         row = journal.rows[f"window {index}"]
-        result.scores[index] = WindowScore(**row["sample"])
+        result.scores[index] = scoring.WindowScore(**row["sample"])
         result.storage = result.storage or row["storage"]
         if row["kl"]:
             result.kl_per_token[index] = [torch.tensor(row["kl"])]
 
 
-def _check_finite(result: PplResult, indices: Sequence[int], cache: KVCache) -> None:
-    """Raise `DataError` where states or losses are not finite, naming the cache's layer if it is the reason."""
-    cache.check_finite()
-    if not all(math.isfinite(result.scores[index].nll) for index in indices):
-        raise DataError(f"window {indices[0]}: the log-probabilities are not finite, though keys and values are")
-
-
-def _score_batch(
-    loaded: LoadedModel,
-    cache: KVCache,
-    method: Method,
-    tokens: Tensor,
-    scored_from: int,
-    bounds: list[tuple[int, int]],
-    continuation: bool,
-) -> Iterator[ScoredChunk]:
-    if continuation:
-        return score_continuation(loaded, cache, method.residual, tokens, scored_from)
-    return score(loaded, cache, tokens, scored_from, bounds)
+def _chunks(
+    loaded: LoadedModel, cache: KVCache, method: Method, tokens: Tensor, first: int, bounds: Bounds | None
+) -> Iterator[scoring.ScoredChunk]:
+    if bounds is None:
+        return scoring.score_continuation(loaded, cache, method.residual, tokens, first)
+    return scoring.score(loaded, cache, tokens, first, bounds)
 
 
 def check(inputs: Inputs, method: Method) -> None:
     """As `check_scoring`; raise `ConfigError` for windows longer than the model takes."""
-    task: PplConfig = inputs.config.task
-    inputs.check_context(task.context)
-    check_scoring(method, task)
+    inputs.check_context(inputs.config.task.context)
+    check_scoring(method, inputs.config.task)
 
 
 def check_scoring(method: Method, task: PplConfig) -> None:
     """Raise `Unsupported` where the method cannot quantize tokens in the order that `task.scoring` needs."""
     if task.scoring is Scoring.generation:
-        scoring_bounds(method, task.context - 1)
+        scoring.scoring_bounds(method, task.context - 1)
     else:
-        method.check_needs(
-            f"task.scoring={task.scoring}",
-            "all_at_once" if task.scoring is Scoring.parallel else "prompt_at_once",
-        )
-        parallel_method(method)
+        at_once = task.scoring is Scoring.parallel
+        method.check_needs(f"task.scoring={task.scoring}", "all_at_once" if at_once else "prompt_at_once")
+        scoring.parallel_method(method)
 
 
 def measure(inputs: Inputs, method: Method, baseline: Baseline | None, journal: Journal) -> Measurement:
-    """Perplexity of `inputs` under `method`; with a baseline also KL, agreement and the paired difference.
-
-    The first run of a process that needs the full-precision log-probabilities computes them; later runs read them.
-    """
+    """Perplexity; with a baseline also KL, agreement and the paired difference from full precision."""
     return measurement(in_transformers(inputs, method, journal), inputs.config.task, baseline)
 
 
 def measurement(
-    result: PplResult,
+    result: scoring.PplResult,
     task: PplConfig,
     baseline: Baseline | None,
     more: Mapping[str, float] | None = None,
@@ -206,7 +166,9 @@ def measurement(
     return Measurement(metrics, units_of(metrics), result.samples(), engine)
 
 
-def in_transformers(inputs: Inputs, method: Method, journal: Journal, writer: Writer | None = None) -> PplResult:
+def in_transformers(
+    inputs: Inputs, method: Method, journal: Journal, writer: Writer | None = None
+) -> scoring.PplResult:
     """Score every window of a run; with a `writer` all of them anew, since a stored score has no log-probabilities."""
     config, loaded = inputs.config, inputs.model
     task: PplConfig = config.task
@@ -222,19 +184,16 @@ def in_transformers(inputs: Inputs, method: Method, journal: Journal, writer: Wr
 
 
 def reference_of(
-    inputs: Inputs, method: Method, windows: Sequence[Window], task: PplConfig
-) -> tuple[ReferenceLogProbs, PplResult | None]:
-    """Full precision's log-probabilities of the windows and its result, computed once by a process for a protocol.
+    inputs: Inputs, method: Method, windows: Sequence[scoring.Window], task: PplConfig
+) -> tuple[scoring.ReferenceLogProbs, scoring.PplResult | None]:
+    """Full precision's log-probabilities and result (None: not kept, computed with each method), once a process."""
 
-    The result is None where so much cannot be kept; full precision is then computed again together with each method.
-    """
-
-    def full_precision() -> tuple[ReferenceLogProbs, PplResult | None]:
+    def full_precision() -> tuple[scoring.ReferenceLogProbs, scoring.PplResult | None]:
         dtype = torch.float64 if inputs.config.model.dtype.value == "float64" else torch.float32
-        reference = ReferenceLogProbs(windows, inputs.model.text_config.vocab_size, dtype)
+        reference = scoring.ReferenceLogProbs(windows, inputs.model.text_config.vocab_size, dtype)
         if not reference.kept:
             return reference, None
-        return reference, run_ppl(inputs.model, without_codecs(method), windows, task, reference, fill=True)
+        return reference, run_ppl(inputs.model, scoring.without_codecs(method), windows, task, reference, fill=True)
 
     return inputs.shared("reference", (inputs.names, repr(task)), full_precision)
 
@@ -246,13 +205,9 @@ def _differences(
     out = delta_nll_of_samples(samples, baseline.samples, **vars(task.bootstrap)).metrics("delta_nll")
     out["delta_perplexity"] = metrics["perplexity"] - baseline.metrics["perplexity"]
     rows = [[row.get("by_position", {}) for row in run] for run in (samples, baseline.samples)]
-    for start in summed_positions(rows[0]):
+    for start in map(str, scoring.summed_positions(rows[0])):
         own, full = (
-            [
-                {"window": i, "tokens": row[str(start)][0], "nll": row[str(start)][1]}
-                for i, row in enumerate(run)
-                if str(start) in row
-            ]
+            [{"window": i, "tokens": row[start][0], "nll": row[start][1]} for i, row in enumerate(run) if start in row]
             for run in rows
         )
         delta = delta_nll_of_samples(own, full, **vars(task.bootstrap))

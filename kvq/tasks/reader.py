@@ -39,10 +39,7 @@ def check_prefill(method: Method, prefill: Prefill) -> None:
 
 
 class Reader:
-    """A model that reads prompts and generates answers with caches of one method.
-
-    `keep_decoded`: as `KVCache` has it; `tokens_read` counts the tokens that went through the model.
-    """
+    """A model that reads and answers prompts by caches of a method; `tokens_read` went through the model."""
 
     def __init__(self, loaded: LoadedModel, method: Method, prefill: Prefill, keep_decoded: bool = False) -> None:
         self.loaded, self.method, self.prefill, self.keep_decoded = loaded, method, prefill, keep_decoded
@@ -79,17 +76,13 @@ class Reader:
         return self.can_pad or self.can_join
 
     def begin_together(self, prompts: Sequence[Sequence[int]]) -> tuple[KVCache, Logits]:
-        """A cache that holds prompts, and the logits after each.
-
-        Those of unequal length are padded on the left to the longest. They are read one by one where that cannot be
-        (under `chunked`, or where layers keep states of fixed size) or would be mostly in vain (`PADDING`).
-        """
+        """A cache with prompts and the logits after each: padded, or one by one where that cannot be or is in vain."""
         most = max(map(len, prompts))
         padding = [most - len(prompt) for prompt in prompts]
         one_forward = self.can_pad and min(map(len, prompts)) > 1 and sum(padding) <= PADDING * most * len(prompts)
         if any(padding) and not one_forward:
-            found = sorted(self.each(prompts), key=lambda one: one[0])
-            return self.join([cache for _, cache, _ in found], [logits for _, _, logits in found])
+            _, caches, logits = zip(*sorted(self.each(prompts), key=lambda one: one[0]), strict=True)
+            return self.join(caches, logits)
         rows = [[*[0] * ahead, *prompt] for ahead, prompt in zip(padding, prompts, strict=True)]
         return self.begin(self.tensor(rows), padding if any(padding) else None)
 
@@ -184,14 +177,9 @@ class Reader:
     def log_probs(
         self, cache: KVCache, logits: Logits, continuation: Int[Tensor, "batch tokens"]
     ) -> tuple[Float[Tensor, "batch tokens"], Int[Tensor, "batch tokens"]]:
-        """Log-probability of each token of a given continuation, in nats, and the most likely token at its position.
-
-        `cache` holds the context and `logits` follow it; all tokens but the last are added to the cache.
-        """
-        rows = [logits[:, None]]
-        if continuation.shape[1] > 1:
-            rows.append(self.read(cache, continuation[:, :-1]))
-        all_logits = torch.cat(rows, 1)
+        """Log-probabilities (nats) of a continuation of what `cache` holds and `logits` follow; likeliest tokens."""
+        more = [self.read(cache, continuation[:, :-1])] if continuation.shape[1] > 1 else []
+        all_logits = torch.cat([logits[:, None], *more], 1)
         found = log_probabilities(all_logits).gather(-1, continuation[..., None])[..., 0]
         return found, all_logits.argmax(-1)
 
@@ -205,14 +193,11 @@ class Reader:
         pick: Pick | Sequence[Pick] | None = None,
         leave: Callable[[int, KVCache], None] | None = None,
     ) -> list[list[int]]:
-        """Decode until `ends(row)`, at most `most` tokens; greedy unless `pick` chooses the tokens from their logits.
+        """Decode at most `most` tokens, until `ends(row)`; greedy unless `pick` (for all rows, or one for each)
+        chooses.
 
-        Args:
-            pick: for all rows, or one for each.
-            leave: receives each row as its answer ends, with the cache of only this row; the others go on without it.
-                None: all rows stay until the last has ended.
-
-        Returns one list of new tokens per row of the batch, up to and with the one that ended it.
+        `leave` receives each row as its answer ends, with its own cache, and the others go on without it; None: all
+        stay until the last has ended. Returns the new tokens of each row, up to and with the one that ended it.
         """
         rows: list[list[int]] = [[] for _ in range(logits.shape[0])]
         here, going = list(range(len(rows))), set(range(len(rows)))
@@ -242,20 +227,17 @@ class Reader:
 
 def forward_tokens(cache: KVCache, most: int) -> int:
     """How many tokens, at most `most`, the next forward may take with the results of one token per forward."""
-    layer = cache.kv_layers[0]
-    sides: list[Any] = [layer.key, layer.value]
-    quantized = [side for side in sides if side.codec is not None]
+    layer: Any = cache.kv_layers[0]
+    quantized = [side for side in (layer.key, layer.value) if side.codec is not None]
     if steps(cache.method) or cache.is_parted:
         return 1
     if not quantized:
         return min(most, FULL_PRECISION_CHUNK - cache.get_seq_length() % FULL_PRECISION_CHUNK)
-    if any(
-        side.residual.policy is Policy.none or (side.residual.size == 0 and not side.residual.keeps_nothing)
-        for side in quantized
-    ):
+    residuals = [side.residual for side in quantized]
+    if any(one.policy is Policy.none or (one.size == 0 and not one.keeps_nothing) for one in residuals):
         return 1
-    if any(side.residual.policy is Policy.sliding for side in quantized):
-        return min(most, *(sliding_chunk(cache.method, side.residual) for side in quantized))
+    if any(one.policy is Policy.sliding for one in residuals):
+        return min(most, *(sliding_chunk(cache.method, one) for one in residuals))
     # Up to where a block is flushed: within a forward, its tokens would be stored twice.
     return 1 + bisect.bisect(range(2, most + 1), 0, key=lambda count: any(s.moves(count).queries for s in quantized))
 
@@ -276,18 +258,15 @@ def stop_at(tokenizer: Any, end_tokens: Sequence[int], until: Sequence[str]) -> 
     tail = max(map(len, stops), default=0) + 8  # a token may be one character, and a few make a character
 
     def ends(tokens: Sequence[int]) -> bool:
-        if tokens[-1] in end_tokens:
-            return True
         text = tokenizer.decode(tokens[-tail:]) if stops else ""
-        return any(stop in text for stop in stops)
+        return tokens[-1] in end_tokens or any(stop in text for stop in stops)
 
     return ends
 
 
 def end_tokens(loaded: LoadedModel, tokenizer: Any) -> list[int]:
     """Tokens that end an answer: the tokenizer's, and those of the model's generation settings."""
-    config = getattr(loaded.model, "generation_config", None)
-    given = getattr(config, "eos_token_id", None)
+    given = getattr(getattr(loaded.model, "generation_config", None), "eos_token_id", None)
     both = [tokenizer.eos_token_id, *(given if isinstance(given, list) else [given])]
     return sorted({token for token in both if token is not None})
 
@@ -295,6 +274,4 @@ def end_tokens(loaded: LoadedModel, tokenizer: Any) -> list[int]:
 def answer_text(tokenizer: Any, tokens: Sequence[int], until: Sequence[str]) -> str:
     """The text of an answer, without special tokens and without its stop text and what follows it."""
     text = tokenizer.decode(list(tokens), skip_special_tokens=True)
-    for stop in until:
-        text = text.split(stop)[0] if stop else text
-    return text
+    return functools.reduce(lambda kept, stop: kept.split(stop)[0], filter(None, until), text)

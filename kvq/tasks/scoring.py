@@ -48,10 +48,7 @@ def log_probabilities(logits: Float[Tensor, "*lead vocab"]) -> Float[Tensor, "*l
 
 
 def sliding_chunk(method: Method, residual: ResidualSide) -> int:
-    """The most tokens per forward under a sliding residual: `FULL_PRECISION_CHUNK`, and at most the residual's size.
-
-    The latter not for a method that can read a token decoded in the forward it comes in (`decoded_at_once`).
-    """
+    """Most tokens per forward under `sliding`: at most the residual's size, unless a token is `decoded_at_once`."""
     whole = method.has("decoded_at_once")
     return FULL_PRECISION_CHUNK if whole else min(FULL_PRECISION_CHUNK, residual.size)
 
@@ -59,12 +56,8 @@ def sliding_chunk(method: Method, residual: ResidualSide) -> int:
 def scoring_bounds(method: Method, length: int, chunk: int | None = None) -> list[tuple[int, int]]:
     """Chunks of `length` tokens that end where a block residual is flushed, so that none is flushed within a chunk.
 
-    Results do not depend on the cuts: under `token_by_token` each query reads what it would by itself. Cuts at flushes
-    avoid second copies of tokens. Where a method needs it (`steps`), each token is a chunk.
-
-    Args:
-        chunk: at most this many tokens per forward (default: whole blocks; `FULL_PRECISION_CHUNK` where none cuts, and
-            at most that under `sliding`).
+    Results do not depend on the cuts, which avoid second copies of tokens. Where a method needs it (`steps`), each
+    token is a chunk. `chunk`: most tokens per forward (default: whole blocks; `FULL_PRECISION_CHUNK` where none cuts).
     """
     method.check_needs("task.scoring=generation", "no_prompt")
     cuts = {0, length}
@@ -133,11 +126,7 @@ def holding_method(method: Method) -> Method:
 def score_continuation(
     loaded: LoadedModel, cache: KVCache, blocks: Residual, tokens: Int[Tensor, "batch context"], prompt: int
 ) -> Iterator[ScoredChunk]:
-    """Yield the logits of the targets from position `prompt` on, all at once.
-
-    `cache`: empty, of a `holding_method`. All tokens of the prompt but the last are encoded, in the block size of the
-    residual `blocks`, before the rest is read.
-    """
+    """Logits of all targets behind a prompt, encoded in the block size of `blocks`, in an empty `holding` cache."""
     loaded.hidden_states(tokens[:, : prompt - 1], cache)
     for layer in cache.kv_layers:
         for side, residual in zip((layer.key, layer.value), _sides(blocks), strict=True):
@@ -160,10 +149,7 @@ def steps(method: Method) -> bool:
 
 @dataclass(frozen=True)
 class Window:
-    """`context` consecutive tokens; the targets at positions `scored_from` to the end count.
-
-    Position p is predicted from positions 0 to p-1, so `scored_from` is at least 1.
-    """
+    """`context` consecutive tokens; the targets at positions `scored_from` (1 or more) to the end count."""
 
     tokens: Int[Tensor, " context"]
     scored_from: int
@@ -181,14 +167,11 @@ def cut_windows(
     limit: int | None = None,
     bos: int | None = None,
 ) -> list[Window]:
-    """Windows over each stream, remainders dropped.
+    """Windows over each stream, which they never cross; remainders dropped.
 
-    Args:
-        streams: token ids; windows never cross from one to the next.
-        stride: None = disjoint windows, each scoring all its tokens but the first. Else windows start every `stride`
-            tokens; a stream's first scores all, later ones only their last `stride` (EVALS: sliding).
-        bos: the first token of every window. It is one of the `context` tokens, so that caches, blocks and the model's
-            longest context stay as they are; the `context - 1` tokens of text after it are all targets.
+    `stride`: None = disjoint windows, each scoring all its tokens but the first. Else windows start every `stride`
+    tokens; later ones score only their last `stride`. `bos`: the first of the `context` tokens of every window; all
+    others are targets.
     """
     windows = []
     first = torch.tensor([] if bos is None else [bos], dtype=torch.long)
@@ -216,14 +199,9 @@ def evenly(windows: Sequence[Window], count: int, setting: str) -> list[Window]:
 
 def batches(windows: Sequence[Window], size: int) -> list[list[int]]:
     """Indices of windows grouped into batches of at most `size`, all with the same `scored_from`, in order."""
-    groups: list[list[int]] = []
-    for index, window in enumerate(windows):
-        last = groups[-1] if groups else []
-        if last and len(last) < size and windows[last[0]].scored_from == window.scored_from:
-            last.append(index)
-        else:
-            groups.append([index])
-    return groups
+    groups = itertools.groupby(range(len(windows)), lambda index: windows[index].scored_from)
+    runs = [list(same) for _, same in groups]
+    return [run[start : start + size] for run in runs for start in range(0, len(run), size)]
 
 
 BUDGET_BYTES = 16 * 1024**3
@@ -231,17 +209,10 @@ BUDGET_BYTES = 16 * 1024**3
 
 
 class ReferenceLogProbs:
-    """A memory map `[targets, vocab]` of a temporary file, written once by the full-precision run.
-
-    Args:
-        windows: the windows scored; rows follow their targets in order.
-        budget: most bytes to use; above it, or without that much disk, nothing is kept and `kept` is false.
-    """
+    """A memory map `[targets, vocab]` of a temporary file, written once; not `kept` beyond `budget` or the disk."""
 
     def __init__(self, windows: Sequence[Window], vocab: int, dtype: torch.dtype, budget: int = BUDGET_BYTES) -> None:
-        self._starts = [0]
-        for window in windows:
-            self._starts.append(self._starts[-1] + window.targets)
+        self._starts = [0, *itertools.accumulate(window.targets for window in windows)]
         rows = self._starts[-1]
         size = rows * vocab * dtype.itemsize
         self.kept = size <= budget
@@ -264,9 +235,7 @@ class ReferenceLogProbs:
 
     def write(self, indices: Sequence[int], offset: int, log_probs: Float[Tensor, "batch targets vocab"]) -> None:
         """Keep the log-probabilities of the targets from `offset` on, for each window of a batch, if within budget."""
-        if not self.kept:
-            return
-        for row, window in enumerate(indices):
+        for row, window in enumerate(indices) if self.kept else ():
             self._rows_of(window, offset, log_probs.shape[1]).copy_(log_probs[row])
 
     def read(self, indices: Sequence[int], offset: int, count: int) -> Float[Tensor, "batch targets vocab"]:
@@ -276,11 +245,7 @@ class ReferenceLogProbs:
 
 @dataclass
 class WindowScore:
-    """Sums over the scored tokens of one window; `kl` and `top1` need a reference.
-
-    `first`: the position of the first scored token; `by_position`: tokens, nll and kl of each stretch of positions, by
-    its first position.
-    """
+    """Sums over a window's targets, from position `first` on; `by_position`: tokens, nll, kl of each stretch."""
 
     window: int
     first: int = 1
@@ -303,10 +268,7 @@ class WindowScore:
 
 @dataclass
 class PplResult:
-    """The scores of one pass over the windows, bytes of its caches (`storage`), and KL divergences by window.
-
-    `stretch`: positions over which losses are reported in addition to their mean; None: not reported.
-    """
+    """The scores of one pass over windows, its caches' `storage`, KL by window; `stretch`: of positions, or None."""
 
     scores: list[WindowScore]
     storage: dict[str, float]
@@ -324,10 +286,8 @@ class PplResult:
         tokens, compared = sum(s.tokens for s in self.scores), bool(self.kl_per_token)
         out = {"nll": self.nll, "perplexity": math.exp(min(self.nll, 700.0)), **self.storage}
         if compared:
-            kl = torch.cat(
-                [part for window in sorted(self.kl_per_token) for part in self.kl_per_token[window]]
-            ).double()
-            out |= divergence_metrics(kl.numpy())
+            kl = torch.cat([part for window in sorted(self.kl_per_token) for part in self.kl_per_token[window]])
+            out |= divergence_metrics(kl.double().numpy())
             out["top1_agreement"] = sum(s.top1 for s in self.scores) / tokens
         out |= {"scored_tokens": float(tokens), "windows": float(len(self.scores))}
         places = summed_positions([score.by_position for score in self.scores])
@@ -351,10 +311,7 @@ class PplResult:
         log_probs: Float[Tensor, "batch targets vocab"],
         expected: Float[Tensor, "batch targets vocab"] | None,
     ) -> None:
-        """Add the targets of some windows; `expected`: log-probabilities that they are compared with.
-
-        Nothing waits for the device: `settle` reads what it computed.
-        """
+        """Add targets of windows, not waiting for the device; `expected`: log-probabilities to compare with."""
         nll = -log_probs.gather(-1, targets.unsqueeze(-1)).squeeze(-1).double()
         kl = same = None
         if expected is not None:

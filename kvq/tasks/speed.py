@@ -1,8 +1,7 @@
 """`task=latency`, `task=throughput`: time and memory by batch and context, with references.
 
 A cell of their grid is a batch of random prompts, timed in a process of its own. In every repeat the method and its
-references each make a new cache, read the prompts and decode. They alternate, so that drift of the machine's speed
-affects all of them; ratios are of pairs.
+references alternate, each with a new cache, so that drift of the machine's speed affects all; ratios are of pairs.
 """
 
 from __future__ import annotations
@@ -39,13 +38,7 @@ from kvq.results.files import Journal
 from kvq.results.provenance import PeakMemory, bytes_in_use, cpu_name, device_name, now
 from kvq.tasks import steps
 from kvq.tasks.measurement import Baseline, Measurement, Task, units_like
-from kvq.tasks.steps import (
-    Row,
-    cache_maker,
-    median_of,
-    paired_ratio,
-    step_metrics,
-)
+from kvq.tasks.steps import Row, cache_maker, median_of, paired_ratio, step_metrics
 
 SUBJECT = "method"
 """Name of the run's method among the subjects of a cell."""
@@ -66,10 +59,7 @@ def fingerprint(inputs: Inputs) -> str:
 
 
 def cells(config: Config, grid: list[tuple[int, int]], growing: bool = False) -> list[dict[str, Any]]:
-    """Rows of every cell (batch, tokens of a prompt) of a grid, each measured in a fresh process.
-
-    `growing`: every cell needs more memory than the one before, so a subject that did not fit is not tried again.
-    """
+    """Rows of a grid's cells, each in a fresh process; `growing`: what did not fit is not tried again."""
     rows: list[dict[str, Any]] = []
     for batch, tokens in grid:
         known = frozenset(row["subject"] for row in rows if growing and not row["fits"])
@@ -84,11 +74,7 @@ def cells(config: Config, grid: list[tuple[int, int]], growing: bool = False) ->
 
 
 def cell(config: Config, batch: int, tokens: int, without: frozenset[str] = frozenset()) -> list[dict[str, Any]]:
-    """One row per repeat and subject: seconds of the prefill and of decoding, bytes of the cache, peaks by phase.
-
-    A subject that does not fit into GPU memory has one row with `fits` false and no seconds; subjects in `without` are
-    not tried. (On a CPU the system kills a process that takes too much memory, so there is no row.)
-    """
+    """Seconds, bytes and peaks by phase per repeat and subject; out of GPU memory: one row, `fits` false."""
     if config.threads is not None:
         torch.set_num_threads(config.threads)
     loaded = with_cache_dtype(load_model(config.model, config.device), config)
@@ -104,9 +90,11 @@ def cell(config: Config, batch: int, tokens: int, without: frozenset[str] = froz
     with merged, torch.inference_mode():
         for repeat in range(-task.warmup, task.repeats):
             for name, make in list(makers.items()):
-                here = place | {"subject": name, "repeat": repeat}
-                row = _if_it_fits(loaded, make, prompt, task.new_tokens)
+                here, row = place | {"subject": name, "repeat": repeat}, None
+                with suppress(torch.OutOfMemoryError):
+                    row = timed(loaded, make(), prompt, task.new_tokens)
                 if row is None:
+                    torch.cuda.empty_cache()  # after the error, whose traceback kept tensors alive
                     del makers[name]
                     rows = [*(row for row in rows if row["subject"] != name), here | {"repeat": 0, "fits": False}]
                 elif repeat >= 0:
@@ -150,19 +138,10 @@ def _makers(config: Config, method: Method, loaded: LoadedModel, room: int) -> I
     # Full precision has no past to decode.
     for regime in [] if method.is_full_precision else getattr(config.task, "regimes", []):
         yield regime.value, cache_maker(regime, loaded, method)
-    references: list[References] = config.task.references
-    if References.preallocated in references:
+    if References.preallocated in config.task.references:
         yield References.preallocated.value, lambda: PreallocatedCache(loaded.model, room)
-    if References.dynamic in references:
+    if References.dynamic in config.task.references:
         yield References.dynamic.value, lambda: DynamicCache(config=loaded.model.config)
-
-
-def _if_it_fits(loaded: LoadedModel, make: Callable[[], Any], prompt: Tensor, new_tokens: int) -> dict[str, Any] | None:
-    """As `timed`; None where the GPU has too little memory."""
-    with suppress(torch.OutOfMemoryError):
-        return timed(loaded, make(), prompt, new_tokens)
-    torch.cuda.empty_cache()  # after the error, whose traceback kept tensors alive
-    return None
 
 
 def timed(loaded: LoadedModel, cache: Any, prompt: Tensor, new_tokens: int) -> dict[str, Any]:
@@ -173,22 +152,11 @@ def timed(loaded: LoadedModel, cache: Any, prompt: Tensor, new_tokens: int) -> d
     read, prefill_peak = now(loaded.device) - start, peak.read()
     peak = PeakMemory(loaded.device)
     took = steps.decode(loaded, cache, token, new_tokens)
-    row: dict[str, Any] = {
-        "prefill_seconds": read,
-        "decode_seconds": sum(took),
-        "step_seconds_median": statistics.median(took),
-    }
-    for phase, top in (("prefill", prefill_peak), ("decode", peak.read())):
-        row[f"{phase}_peak_bytes"] = None if top is None else top - before
-    return row | {"cache_bytes": _bytes(cache)}
-
-
-def _bytes(cache: Any) -> int:
-    """Bytes of any cache's keys and values."""
-    if hasattr(cache, "nbytes"):
-        return int(cache.nbytes)
-    stored = [states for layer in cache.layers for states in (layer.keys, layer.values)]
-    return sum(states.numel() * states.element_size() for states in stored)
+    row = {"prefill_seconds": read, "decode_seconds": sum(took), "step_seconds_median": statistics.median(took)}
+    peaks = {"prefill_peak_bytes": prefill_peak, "decode_peak_bytes": peak.read()}
+    stored = [] if hasattr(cache, "nbytes") else [x for layer in cache.layers for x in (layer.keys, layer.values)]
+    size = int(getattr(cache, "nbytes", sum(states.numel() * states.element_size() for states in stored)))
+    return row | {name: top and top - before for name, top in peaks.items()} | {"cache_bytes": size}
 
 
 def paired_ratios(rows: list[Row], value: Callable[[Row], float], subject: str = SUBJECT) -> dict[str, float]:
@@ -202,7 +170,7 @@ def mean_of(rows: list[Row], subject: str, value: Callable[[Row], float]) -> flo
     return statistics.fmean(value(row) for row in rows if row["subject"] == subject)
 
 
-_UNITS = {
+UNITS = {
     "overhead_*": "%",
     "cache_bytes_*": "bytes",
     "prefill_share_*": "fraction",
@@ -214,17 +182,16 @@ _UNITS = {
 }
 
 
-def timed_measurement(metrics: dict[str, float], rows: list[Row]) -> Measurement:
-    """The metrics of a task of time, with their units, and every repeat as a sample."""
-    return Measurement(metrics, units_like(metrics, _UNITS), rows)
-
-
 def measure_latency(inputs: Inputs, method: Method, baseline: Baseline | None, journal: Journal) -> Measurement:
     """Medians and means for every cell, ratios to the references, and every repeat as a sample."""
     task: LatencyConfig = inputs.config.task
     grid = list(itertools.product(sorted(task.batches), sorted(task.contexts)))
     rows = cells(inputs.config, grid)
     metrics: dict[str, float] = {}
+
+    def mean_step(row: Row) -> float:
+        return float(row["decode_seconds"]) / task.new_tokens
+
     for batch, context in grid:
         here = [row for row in rows if (row["batch"], row["tokens"]) == (batch, context)]
         name = f"b{batch}_t{context}"
@@ -232,27 +199,20 @@ def measure_latency(inputs: Inputs, method: Method, baseline: Baseline | None, j
             raise Unsupported(f"task.batches={batch} at task.contexts={context}: does not fit the memory of the device")
         prefill, step = itemgetter("prefill_seconds"), itemgetter("step_seconds_median")
         metrics |= _time_metrics("prefill", name, here, SUBJECT, prefill, prefill)
-        metrics |= _time_metrics("decode", name, here, SUBJECT, step, partial(_mean_step, task.new_tokens))
+        metrics |= _time_metrics("decode", name, here, SUBJECT, step, mean_step)
         for regime in () if method.is_full_precision else task.regimes:
-            one = _time_metrics(f"decode_{regime}", name, here, regime, step, partial(_mean_step, task.new_tokens))
+            one = _time_metrics(f"decode_{regime}", name, here, regime, step, mean_step)
             over = {key.removeprefix("decode_"): ratio for key, ratio in one.items() if f"_{regime}_over_" in key}
             metrics |= one | {f"overhead_{key}": 100 * (ratio - 1) for key, ratio in over.items()}
         metrics |= step_metrics(name, here, SUBJECT)
         metrics[f"cache_bytes_{name}"] = float(here[0]["cache_bytes"])
-    return timed_measurement(metrics, rows)
-
-
-def _mean_step(new_tokens: int, row: Row) -> float:
-    return float(row["decode_seconds"]) / new_tokens
+    return Measurement(metrics, units_like(metrics, UNITS), rows)
 
 
 def _time_metrics(
     part: str, cell: str, rows: list[Row], subject: str, middle: Callable[[Row], float], mean: Callable[[Row], float]
 ) -> dict[str, float]:
-    """Seconds of a part and their ratio to each reference: medians, and as `<part>_mean` means over repeats.
-
-    A median step has no flush of a residual in it, of which there is one in `residual.size` steps; the mean has them.
-    """
+    """Medians of seconds and of ratios to references, and as `<part>_mean` means, which flushes of residuals are in."""
     metrics = {f"{part}_{cell}": median_of(rows, subject, middle), f"{part}_mean_{cell}": mean_of(rows, subject, mean)}
     for reference, ratio in paired_ratios(rows, middle, subject).items():
         of_means = metrics[f"{part}_mean_{cell}"] / mean_of(rows, reference, mean)
@@ -284,23 +244,20 @@ def measure_throughput(inputs: Inputs, method: Method, baseline: Baseline | None
     """Generated tokens per second for every batch, and every repeat as a sample."""
     task: ThroughputConfig = inputs.config.task
     rows = cells(inputs.config, [(batch, task.prompt) for batch in sorted(task.batches)], growing=True)
-    return timed_measurement(rates_of(rows, task.new_tokens), rows)
+    metrics = rates_of(rows, task.new_tokens)
+    return Measurement(metrics, units_like(metrics, UNITS), rows)
 
 
 def rates_of(rows: list[dict[str, Any]], new_tokens: int) -> dict[str, float]:
     """Rates and ratios of every batch that fits, and of the largest ones.
 
-    `tokens_per_second` is over prefill and decoding, `decode_tokens_per_second` only over decoding. `largest_batch` is
-    the largest of `task.batches` that fits. `over_<reference>_largest` and `largest_batch_over_<reference>` compare
-    each at its own largest batch; they exist only where a larger batch did not fit the reference, else its largest
-    batch would not be known.
+    `tokens_per_second` is over prefill and decoding, `decode_tokens_per_second` only over decoding. `largest_batch`
+    fits; `over_<reference>_largest` and `largest_batch_over_<reference>` compare each at its own largest batch, where a
+    larger one did not fit the reference.
     """
 
-    def rate(row: dict[str, Any]) -> float:
-        return row["batch"] * new_tokens / (row["prefill_seconds"] + row["decode_seconds"])
-
-    def decoding(row: dict[str, Any]) -> float:
-        return row["batch"] * new_tokens / row["decode_seconds"]
+    def rate(row: dict[str, Any], prefill: bool = True) -> float:
+        return row["batch"] * new_tokens / (row["prefill_seconds"] * prefill + row["decode_seconds"])
 
     metrics: dict[str, float] = {}
     rates: dict[str, dict[int, float]] = {}
@@ -309,7 +266,7 @@ def rates_of(rows: list[dict[str, Any]], new_tokens: int) -> dict[str, float]:
         for subject in dict.fromkeys(row["subject"] for row in here if row["fits"]):
             rates.setdefault(subject, {})[batch] = median_of(here, subject, rate)
         metrics[f"tokens_per_second_b{batch}"] = rates[SUBJECT][batch]
-        metrics[f"decode_tokens_per_second_b{batch}"] = median_of(here, SUBJECT, decoding)
+        metrics[f"decode_tokens_per_second_b{batch}"] = median_of(here, SUBJECT, partial(rate, prefill=False))
         for reference, ratio in paired_ratios(here, rate).items():
             metrics[f"over_{reference}_b{batch}"] = ratio
         metrics[f"cache_bytes_b{batch}"] = float(next(row for row in here if row["subject"] == SUBJECT)["cache_bytes"])

@@ -1,15 +1,10 @@
 """Parts of `task=latency`: seconds of each step, and different ways in which a decoded token reads packed tokens.
 
 The review of OScaR asks what norms cost while a prompt is read (limitation 7): `task.prefill_steps=true` reads the
-clock around each step of the codecs in PyTorch, as `cache.attention=dense` encodes, so the whole takes a little longer.
-It asks too what its scale vector, a norm per token, costs while tokens are decoded (weakness 4).
-`task.decode_steps=true` has two answers, because a fused kernel has no steps:
-
-- attention in PyTorch (`kvq.kernels.eager`) with the clock read around each step, whatever kernel the run itself uses;
-- in that kernel, the method and the same method without its token norms, in turn, as pairs.
-
-nsn (Sato 2026) times its dequantization in three regimes: head by head in a Python loop, a layer at once, and compiled.
-kvq adds two that its users can choose (`task.regimes`): keep the decoded past, and attend to codes without decoding.
+clock around each step of the codecs, as `cache.attention=dense` encodes. It asks too what its norm per token costs
+while tokens are decoded (weakness 4): `task.decode_steps=true` times the steps of attention in PyTorch, and in the
+run's own kernel the method with and without its token norms, in pairs. nsn (Sato 2026) times its dequantization head
+by head in a Python loop, a layer at once, and compiled; `task.regimes` has two more: kept decoded, and on codes.
 """
 
 from __future__ import annotations
@@ -72,15 +67,9 @@ class CompiledCodec(Codec):
             raise Unsupported(f"task.regimes: compiled: torch.compile cannot, {reason}") from error
 
 
-CODECS: dict[Regime, type[PerHeadCodec | CompiledCodec]] = {
-    Regime.per_head: PerHeadCodec,
-    Regime.compiled: CompiledCodec,
-}
-
-
 def cache_maker(regime: Regime, loaded: LoadedModel, method: Method) -> Callable[[], Any]:
     """A function that makes an empty cache of `regime`."""
-    wrap = CODECS.get(regime)
+    wrap = {Regime.per_head: PerHeadCodec, Regime.compiled: CompiledCodec}.get(regime)
     if wrap is not None:
         key, value = (None if codec is None else wrap(codec) for codec in (method.key, method.value))
         method = dataclasses.replace(method, key=key, value=value)
@@ -94,17 +83,12 @@ PLAIN = "without_norms"
 """Name of the method without token norms among the subjects of a cell."""
 NORMS = "norms"
 _WHOLE = "attention"
-
-
 Step = Callable[..., AbstractContextManager[None]]
 """Opened around a step, by its names: it keeps the seconds."""
 
 
 def watch_codecs(method: Method, step: Step) -> None:
-    """Replace the encoding steps of a method's codecs, which no other cache may share, by watched ones.
-
-    Their names: `key.hadamard`, `value.quantizer`, and all token norms as `norms` too.
-    """
+    """Watch the encoding steps of a method's codecs, which no other cache may share; all token norms as `norms`."""
 
     def around(call: Callable[..., Any], *names: str) -> Callable[..., Any]:
         @functools.wraps(call)
@@ -139,14 +123,12 @@ def decode(loaded: LoadedModel, cache: Any, token: Tensor, count: int) -> list[f
 
 def without_norms(method: Method) -> Method | None:
     """The method without the token norms of its codecs; None: it has none."""
-    sides = method.key, method.value
-    if not any(isinstance(stage, TokenNorm) for codec in sides if codec is not None for _, stage in codec.stages):
-        return None
-    key, value = (
-        codec and codec.with_stages((name, stage) for name, stage in codec.stages if not isinstance(stage, TokenNorm))
-        for codec in sides
-    )
-    return dataclasses.replace(method, key=key, value=value)
+    codecs, found = {side: codec for side in ("key", "value") if (codec := getattr(method, side))}, {}
+    for side, codec in codecs.items():
+        kept = [(name, stage) for name, stage in codec.stages if not isinstance(stage, TokenNorm)]
+        if len(kept) < len(codec.stages):
+            found[side] = codec.with_stages(kept)
+    return dataclasses.replace(method, **found) if found else None
 
 
 def watched_prefill(loaded: LoadedModel, method: Method, prompt: Tensor) -> dict[str, Any]:
@@ -165,10 +147,8 @@ def watched_decode(loaded: LoadedModel, method: Method, prompt: Tensor, new_toke
     token = next_token(loaded, prompt, cache)
     with time_steps(functools.partial(timed, steps, device=loaded.device)):
         took = sum(decode(loaded, cache, token, new_tokens))
-    return {
-        "step_seconds_mean": took / new_tokens,
-        "steps": {step: seconds / new_tokens for step, seconds in steps.items()},
-    }
+    each = {step: seconds / new_tokens for step, seconds in steps.items()}
+    return {"step_seconds_mean": took / new_tokens, "steps": each}
 
 
 Row = dict[str, Any]
@@ -189,16 +169,10 @@ def paired_ratio(rows: list[Row], value: Callable[[Row], float], subject: str, r
 
 
 def step_metrics(cell: str, rows: list[Row], subject: str) -> dict[str, float]:
-    """Medians over repeats: seconds of each watched step, its share of the whole; the method over `without_norms`.
-
-    The whole of a prefill is the prefill, that of decoding a token its attention, of which both are per token. Metrics'
-    names end in `cell`, whose `rows` these are; `subject`: the name of the run's method among them.
-    """
+    """Medians of each watched step and its share of prefill or attention; the method over `without_norms`."""
     metrics: dict[str, float] = {}
-    for watched_subject, seconds, share in (
-        (PREFILL, "prefill", "prefill_share"),
-        (DECODE, "decode_step", "decode_share"),
-    ):
+    watched = ((PREFILL, "prefill", "prefill_share"), (DECODE, "decode_step", "decode_share"))
+    for watched_subject, seconds, share in watched:
         here = [row for row in rows if row["subject"] == watched_subject and row["fits"]]
         for step in here[0]["steps"] if here else ():
             metrics[f"{seconds}_{step}_{cell}"] = statistics.median(row["steps"][step] for row in here)

@@ -6,7 +6,7 @@ Published claims under test: OScaR (arXiv 2605.19660), sections 3 and 4; nsn's v
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,37 +15,19 @@ from jaxtyping import Float
 from scipy import stats
 from torch import Tensor
 
+from kvq import diagnostics
 from kvq.codecs import Codec, UniformQuantizer
 from kvq.config.diagnostics import TniConfig
-from kvq.diagnostics import (
-    attention_received,
-    find_sinks,
-    group_ranges,
-    group_spread,
-    imbalance,
-    over_median,
-    quantizer_group,
-    reconstruct,
-    relative_norms,
-    shares_tokens,
-    stage_outputs,
-    step_bound,
-    token_norms,
-    without_tokens,
-)
 from kvq.methods.method import Method
 from kvq.models.inputs import Inputs
 from kvq.results.files import Journal
-from kvq.tasks.capture import LayerStates, block_of, capture_windows, check, windows_of
-from kvq.tasks.measurement import Baseline, Measurement, Task, mean_metric, units_like
+from kvq.tasks.capture import LayerStates, block_of, capture_windows, check
+from kvq.tasks.measurement import Baseline, Measurement, Task, averaged, mean_metric, units_like
 
 SIDES = ("query", "key", "value")
 _FIRST = 16
 _ROUNDING = 1e-6  # of the largest value
-_MOST = 0.9  # of a head's attention, above which it is that of one token (NSNQuant, section 3.1)
 _UNITS = {
-    "largest_*_share": "fraction",
-    "heads_of_one_token": "heads",
     "*_error_share_of_sinks": "fraction",
     "*_sinks": "positions",
     "*_layers_*": "layers",
@@ -64,8 +46,8 @@ def positions_of(tokens: int, count: int) -> list[int]:
 class NormStatistics:
     """Norm statistics of every layer and side, collected window by window."""
 
-    def __init__(self, task: TniConfig, by_token: TokenShares | None = None) -> None:
-        self.task, self.positions, self._by_token = task, positions_of(task.context, task.positions), by_token
+    def __init__(self, task: TniConfig) -> None:
+        self.task, self.positions = task, positions_of(task.context, task.positions)
         self._rows: dict[tuple[int, str], list[dict[str, Tensor]]] = defaultdict(list)
         self.relative: dict[tuple[int, str], list[Tensor]] = defaultdict(list)
         self._received: dict[int, list[Tensor]] = defaultdict(list)
@@ -73,40 +55,30 @@ class NormStatistics:
 
     def add(self, layer: LayerStates) -> None:
         """Take one layer of one window."""
-        received = attention_received(layer.attention, layer.query, layer.key).cpu()
-        if self._by_token is not None:
-            self._by_token.add(layer.index, received)
+        received = diagnostics.attention_received(layer.attention, layer.query, layer.key).cpu()
         for side in SIDES:
-            norms, place = token_norms(getattr(layer, side)), (layer.index, side)
-            ratios, spread = over_median(norms)[0], imbalance(norms)
+            norms, place = diagnostics.token_norms(getattr(layer, side)), (layer.index, side)
+            ratios, spread = diagnostics.over_median(norms)[0], diagnostics.imbalance(norms)
             heads = received.unflatten(0, (norms.shape[1], -1)).mean(1)  # the query heads of a KV head as one
-            self._rows[place].append(
-                {
-                    **vars(spread),
-                    "median": norms[0].quantile(0.5, -1).cpu(),
-                    "first": norms[0, :, 0].cpu(),
-                    "first_over_median": ratios[:, 0].cpu(),
-                    "first_attention": heads[:, 0],
-                    "norms": norms[0][:, self.positions].cpu(),
-                }
-            )
+            row = {**vars(spread), "median": norms[0].quantile(0.5, -1).cpu(), "first": norms[0, :, 0].cpu()}
+            row |= {"first_over_median": ratios[:, 0].cpu(), "first_attention": heads[:, 0]}
+            self._rows[place].append(row | {"norms": norms[0][:, self.positions].cpu()})
             low = (ratios < self.task.sink_below).short().cpu()
             self._low[place] = self._low[place] + low if place in self._low else low
-            self.relative[place].append(relative_norms(norms)[0].cpu())
+            self.relative[place].append(diagnostics.relative_norms(norms)[0].cpu())
         self._received[layer.index].append(received.mean(0))
 
     def sinks(self, layer: int, side: str) -> list[dict[str, Any]]:
         """Low-norm positions over windows, with the attention they receive."""
-        found = find_sinks(torch.stack(self.relative[layer, side]), self.task.sink_below)
+        found = diagnostics.find_sinks(torch.stack(self.relative[layer, side]), self.task.sink_below)
         received = torch.stack(self._received[layer]).mean(0)
         return [{**vars(sink), "attention": float(received[sink.position])} for sink in found]
 
     def samples(self) -> list[dict[str, Any]]:
         """`kind` layer (per head), positions (norms per head at some positions, mean over windows) and sink.
 
-        Rows of kind layer have the head's median norm, the norm of position 0 as it is and over the median, the mean
-        attention that position 0 receives from later queries, and `low`: the positions below `sink_below` medians in at
-        least half of the windows.
+        Rows of layers have the median norm, that of position 0 as it is and over the median, the mean attention that it
+        gets from later queries, and `low`: the positions below `sink_below` medians in at least half of the windows.
         """
         out: list[dict[str, Any]] = []
         for (layer, side), windows in self._rows.items():
@@ -120,118 +92,47 @@ class NormStatistics:
             row |= {"norms": mean["norms"].T.tolist(), "relative": relative[self.positions].tolist()}
             out.append(row | {"attention": torch.stack(self._received[layer]).mean(0)[self.positions].tolist()})
             out += [{"kind": "sink", "side": side, "layer": layer, **sink} for sink in self.sinks(layer, side)]
-        return out + (self._by_token.samples() if self._by_token is not None else [])
-
-
-class TokenShares:
-    """Attention by what tokens are: of what queries give to earlier tokens, the share of each token of the vocabulary.
-
-    The first token of a window stands by itself, as `first`: heads look at it whatever it is.
-
-    Source: NSNQuant (arXiv 2505.18231), section 3.1: a comma receives more than 90% in certain heads.
-    """
-
-    def __init__(self, inputs: Inputs) -> None:
-        self._most = inputs.config.task.by_token
-        self._windows = [torch.cat([window.new_full((1,), -1), window[1:]]) for window in windows_of(inputs)]
-        self._tokens = torch.cat(self._windows).unique()
-        self._sums: dict[int, Tensor] = {}
-        self._seen: dict[int, int] = defaultdict(int)
-        self._name = inputs.tokenizer.decode
-
-    def add(self, layer: int, received: Float[Tensor, "heads tokens"]) -> None:
-        """Take what the tokens of the next window receive in a layer, as means over the queries behind each."""
-        places = torch.searchsorted(self._tokens, self._windows[self._seen[layer]])
-        self._seen[layer] += 1
-        weight = received * torch.arange(received.shape[1] - 1, -1, -1, dtype=received.dtype)
-        sums = self._sums.setdefault(layer, weight.new_zeros(len(weight), len(self._tokens)))
-        sums.index_add_(1, places, weight)
-
-    def samples(self) -> list[dict[str, Any]]:
-        """`kind` token: the tokens of largest share of every query head, largest first."""
-        out: list[dict[str, Any]] = []
-        for layer, sums in sorted(self._sums.items()):
-            shares = sums / sums.sum(1, keepdim=True)
-            for head, row in enumerate(shares):
-                for place in row.argsort(descending=True)[: self._most].tolist():
-                    token = int(self._tokens[place])
-                    text = "first" if token < 0 else self._name([token])
-                    named = {"layer": layer, "head": head, "token": token, "text": text}
-                    out.append({"kind": "token", **named, "share": float(row[place])})
         return out
 
 
-class GroupStatistics:
-    """Ranges of groups through a method's stages, its step bound and its error, collected window by window."""
-
-    def __init__(self, method: Method, sinks: dict[tuple[int, str], list[int]]) -> None:
-        self.method, self._sinks = method, sinks
-        self._ranges: dict[tuple[int, str, str], list[Tensor]] = defaultdict(list)
-        self._norms: dict[tuple[int, str, str], list[Tensor]] = defaultdict(list)
-        self._errors: dict[tuple[int, str], list[dict[str, Tensor]]] = defaultdict(list)
-        self._without: dict[tuple[int, str], list[tuple[float, float]]] = defaultdict(list)
-
-    def add(self, layer: LayerStates) -> None:
-        """Take one layer of one window."""
-        for side in ("key", "value"):
-            codec: Codec | None = self.method.codec_of(side, layer.index)
-            if codec is not None:
-                self._side(layer, side, codec, block_of(getattr(self.method.residual, side)))
-
-    def _side(self, layer: LayerStates, side: str, codec: Codec, block: int | None) -> None:
-        """Add one side's group ranges after each stage, and its errors and step bounds by group."""
-        x, group, at = getattr(layer, side), quantizer_group(codec), (layer.index, side)
-        outputs = stage_outputs(codec, x, block, layer.rope)
-        for name, y in outputs:
-            ranges = group_ranges(y, group)
-            size = y.square().mean().sqrt().clamp_min(torch.finfo(torch.float32).tiny)
-            # Per head: the range, and the range in units of the stage's root mean square.
-            self._ranges[(*at, name)].append(torch.stack([ranges.mean((0, 2, 3)), ranges.mean((0, 2, 3)) / size]).cpu())
-            norms = token_norms(y)
-            self._norms[(*at, name)].append(torch.stack([norms[..., 0].mean(), norms.mean()]).cpu())
-        x_hat = reconstruct(codec, x, block, layer.rope)
-        count = outputs[-1][1].shape[2] // group
+def groups_of(method: Method, sinks: dict[tuple[int, str], list[int]], layer: LayerStates) -> Iterator[dict[str, Any]]:
+    """Rows of a layer and window, means over heads, of `kind` range (per stage), group, without (sinks' groups)."""
+    for side in ("key", "value"):
+        codec: Codec | None = method.codec_of(side, layer.index)
+        if codec is None:
+            continue
+        block, place = block_of(getattr(method.residual, side)), {"side": side, "layer": layer.index}
+        x, group, shares = getattr(layer, side), diagnostics.quantizer_group(codec), diagnostics.shares_tokens(codec)
+        outputs = diagnostics.stage_outputs(codec, x, block, layer.rope)
+        for stage, y in outputs:
+            plain = float(diagnostics.group_ranges(y, group).mean())
+            size = float(y.square().mean().sqrt().clamp_min(torch.finfo(torch.float32).tiny))
+            yield {"kind": "range", **place, "stage": stage, "range": plain, "relative_range": plain / size}
+        x_hat, last = diagnostics.reconstruct(codec, x, block, layer.rope), outputs[-1][1]
+        count = last.shape[2] // group
         kept = slice(0, count * group)
         error = (x_hat - x)[:, :, kept].double().square().unflatten(2, (count, group)).mean((3, 4)).sqrt()
-        spread, deviation = group_spread(token_norms(x)[:, :, kept], group)
+        norms = diagnostics.token_norms(x)[:, :, kept]
+        spread, deviation = diagnostics.group_spread(norms, group)
         row = {"error": error, "norm_range": spread, "norm_deviation": deviation}
-        if isinstance(codec.quantizer, UniformQuantizer) and shares_tokens(codec):
-            last = group_ranges(outputs[-1][1], group)
-            scale = token_norms(x)[:, :, kept].mean() / token_norms(outputs[-1][1]).mean().clamp_min(1e-30)
-            row["bound"] = step_bound(last, codec.quantizer.bits).mean(3) * scale
-        self._errors[at].append({name: part[0].cpu().double() for name, part in row.items()})
-        if shares_tokens(codec):
-            positions = torch.tensor(self._sinks[at])
-            self._without[at].append(without_tokens(codec, x, positions, group, layer.rope))
-
-    def samples(self) -> list[dict[str, Any]]:
-        """`kind` range (per stage), group (mean over heads) and without (the sinks' own groups)."""
-        out: list[dict[str, Any]] = []
-        for (layer, side, stage), found in self._ranges.items():
-            plain, relative = torch.stack(found).double().mean((0, 2)).tolist()
-            place = {"kind": "range", "side": side, "layer": layer, "stage": stage}
-            first, mean = torch.stack(self._norms[layer, side, stage]).double().mean(0).tolist()
-            out.append({**place, "range": plain, "relative_range": relative, "first_norm": first, "norm": mean})
-        for (layer, side), windows in self._errors.items():
-            mean = {name: torch.stack([window[name] for window in windows]).mean((0, 1)) for name in windows[0]}
-            for index in range(len(mean["error"])):
-                values = {name: float(part[index]) for name, part in mean.items()}
-                out.append({"kind": "group", "side": side, "layer": layer, "group": index, **values})
-        for (layer, side), pairs in self._without.items():
-            with_sinks, others = (sum(column) / len(pairs) for column in zip(*pairs, strict=True))
-            place = {"kind": "without", "side": side, "layer": layer, "positions": self._sinks[layer, side]}
-            removed = 1 - others / with_sinks if with_sinks else 0.0
-            out.append({**place, "with_sinks": with_sinks, "without_sinks": others, "share_removed": removed})
-        return out
+        if isinstance(codec.quantizer, UniformQuantizer) and shares:
+            scale = norms.mean() / diagnostics.token_norms(last).mean().clamp_min(1e-30)
+            bound = diagnostics.step_bound(diagnostics.group_ranges(last, group), codec.quantizer.bits)
+            row["bound"] = bound.mean(3) * scale
+        means = {name: part[0].double().mean(0).tolist() for name, part in row.items()}
+        for index in range(count):
+            yield {"kind": "group", **place, "group": index, **{name: part[index] for name, part in means.items()}}
+        if shares:
+            positions = sinks[layer.index, side]
+            found = diagnostics.without_tokens(codec, x, torch.tensor(positions), group, layer.rope)
+            pair = dict(zip(("with_sinks", "without_sinks"), found, strict=True))
+            yield {"kind": "without", **place, "positions": tuple(positions), **pair}
 
 
 def measure(inputs: Inputs, method: Method, baseline: Baseline | None, journal: Journal) -> Measurement:
-    """Norms over the first windows; for a method also ranges, bounds and the sinks' share of the error.
-
-    Where no sink is found, the position of lowest norm is used instead (its rows say so).
-    """
+    """Norms; for a method also ranges, bounds, errors of sinks, else of the position of lowest norm."""
     task: TniConfig = inputs.config.task
-    norms = NormStatistics(task, TokenShares(inputs) if task.by_token else None)
+    norms = NormStatistics(task)
     windows = capture_windows(inputs, norms.add)
     rows = norms.samples()
     if not method.is_full_precision:
@@ -240,12 +141,14 @@ def measure(inputs: Inputs, method: Method, baseline: Baseline | None, journal: 
             found = [sink["position"] for sink in norms.sinks(layer, side)]
             lowest = int(torch.stack(norms.relative[layer, side]).double().mean(0).argmin())
             chosen[layer, side] = found or [lowest]
-        groups = GroupStatistics(method, chosen)
-        capture_windows(inputs, groups.add)
-        rows += groups.samples()
+        groups: list[dict[str, Any]] = []
+        capture_windows(inputs, lambda layer: groups.extend(groups_of(method, chosen, layer)))
+        for row in averaged(groups, "kind", "side", "layer", "stage", "group", "positions"):
+            if row["kind"] == "without":
+                whole = row["with_sinks"]
+                row["share_removed"] = 1 - row["without_sinks"] / whole if whole else 0.0
+            rows.append(row)
     metrics = summary(rows) | {"windows": float(windows), "context": float(task.context)}
-    if task.by_token:
-        metrics |= by_token(rows)
     return Measurement(metrics, units_like(metrics, _UNITS), rows)
 
 
@@ -272,19 +175,6 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, float]:
             if rhos:
                 out[f"{side}_{name}_vs_error"] = sum(rhos) / len(rhos)
         out |= mean_metric(f"{side}_error_share_of_sinks", rows, "share_removed", kind="without", side=side)
-    return out
-
-
-def by_token(rows: list[dict[str, Any]]) -> dict[str, float]:
-    """Metrics of `task.by_token`: shares of tokens other than the first, and norms in front of layer 0's quantizers."""
-    shares = [row["share"] for row in rows if row["kind"] == "token" and row["token"] >= 0]
-    commas = [row["share"] for row in rows if row["kind"] == "token" and row["text"].strip() == ","]
-    out = {"largest_token_share": max(shares, default=0.0), "largest_comma_share": max(commas, default=0.0)}
-    out["heads_of_one_token"] = float(sum(share > _MOST for share in shares))
-    for side in ("key", "value"):
-        stages = [row for row in rows if row["kind"] == "range" and row["side"] == side and row["layer"] == 0]
-        if stages:
-            out |= {f"{side}_coded_{name}_layer0": stages[-1][name] for name in ("first_norm", "norm")}
     return out
 
 

@@ -272,16 +272,17 @@ PLACES: dict[str, Callable[[Path], list[str]]] = {
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Records]:
     """Cells of time run in this process without a compiler; the reference has no room for a batch of 4."""
-    fits = speed._if_it_fits
+    timed = speed.timed
 
-    def short(loaded: Any, make: Callable[[], Any], prompt: torch.Tensor, new_tokens: int) -> dict[str, Any] | None:
-        full = type(cache := make()).__name__ == "DynamicCache"
-        return None if full and len(prompt) > 2 else fits(loaded, lambda: cache, prompt, new_tokens)
+    def short(loaded: Any, cache: Any, prompt: torch.Tensor, new_tokens: int) -> dict[str, Any]:
+        if type(cache).__name__ == "DynamicCache" and len(prompt) > 2:
+            raise torch.OutOfMemoryError
+        return timed(loaded, cache, prompt, new_tokens)
 
     with pytest.MonkeyPatch.context() as patch:
         without_extras(patch)
         patch.setattr(speed, "ProcessPoolExecutor", Here)
-        patch.setattr(speed, "_if_it_fits", short)
+        patch.setattr(speed, "timed", short)
         patch.setattr(torch, "compile", lambda call, **_: call)
         yield Records(tmp_path_factory.mktemp("own"))
 

@@ -16,19 +16,14 @@ from kvq.config.tasks import Prefill
 from kvq.errors import ConfigError
 from kvq.methods.build import method_of
 from kvq.models.inputs import Inputs
-from kvq.tasks.lm_eval_model import FOLLOWED, SAMPLING, SCORES, CacheLM, Decoder
+from kvq.tasks.lm_eval_model import FOLLOWED, PROCESSORS, CacheLM, decoder, processors_of
 from kvq.tasks.reader import Reader
 
 ACTING: dict[str, Any] = {
-    "sequence_bias": [[[5], 3.0]],
-    "repetition_penalty": 3,
-    "no_repeat_ngram_size": 1,
-    "suppress_tokens": [5, 6],
     "temperature": 0.5,
     "top_k": 3,
     "top_p": 0.6,
     "min_p": 0.2,
-    "typical_p": 0.5,
 }
 
 
@@ -49,12 +44,11 @@ def answers(model: CacheLM, count: int = 1, **given: Any) -> list[str]:
     return model.generate_until([Instance("generate_until", {}, (text, given), 0, ("t", 0, 1)) for _ in range(count)])
 
 
-@pytest.mark.parametrize("name", [*SCORES, *SAMPLING])
+@pytest.mark.parametrize("name", PROCESSORS)
 def test_scores_are_those_of_transformers(model: CacheLM, name: str) -> None:
     """Of each setting that is followed, step by step on what transformers' own generation writes."""
     ends, prompt = model._until_end, torch.arange(40)[None]
-    sampled = {"do_sample": True, "temperature": 1.0, "top_k": 0} if name in SAMPLING else {"do_sample": False}
-    settings = {**sampled, name: float(ACTING[name]) if name == "repetition_penalty" else ACTING[name]}
+    settings = {"do_sample": True, "temperature": 1.0, "top_k": 0, name: ACTING[name]}
     theirs = model.model.generate(
         prompt,
         generation_config=GenerationConfig(max_new_tokens=6, eos_token_id=ends, pad_token_id=0, **settings),
@@ -62,13 +56,13 @@ def test_scores_are_those_of_transformers(model: CacheLM, name: str) -> None:
         output_scores=True,
         output_logits=True,
     )
-    decoder, changed = Decoder({**settings, name: ACTING[name]}, prompt[0].tolist()), False
-    for logits, scores, token in zip(theirs.logits, theirs.scores, theirs.sequences[0, 40:].tolist(), strict=True):
-        torch.testing.assert_close(decoder.scores(logits).float(), scores.float(), rtol=1e-4, atol=1e-4)
+    change, changed = processors_of(settings), False
+    for logits, scores in zip(theirs.logits, theirs.scores, strict=True):
+        ours = change(torch.LongTensor([[]]), logits.double())
+        torch.testing.assert_close(ours.float(), scores.float(), rtol=1e-4, atol=1e-4)
         changed |= not torch.equal(logits, scores)
-        decoder._tokens.append(token)
     assert changed
-    assert ACTING.keys() == {*SCORES, *SAMPLING} < {*FOLLOWED}
+    assert ACTING.keys() == PROCESSORS.keys() < {*FOLLOWED}
 
 
 @pytest.mark.parametrize(
@@ -93,7 +87,7 @@ def test_what_generation_cannot_follow_is_refused(model: CacheLM, given: dict[st
 
 def test_what_asks_for_nothing_else_is_taken(model: CacheLM) -> None:
     plain = answers(model)
-    same = {"num_beams": 1, "use_cache": True, "top_p": None, "repetition_penalty": 1, "early_stopping": False}
+    same = {"num_beams": 1, "use_cache": True, "top_p": None, "early_stopping": False}
     assert answers(model, **same) == plain
 
 
@@ -109,7 +103,7 @@ def test_repeats_are_as_many_draws(model: CacheLM) -> None:
 def test_sampling_draws_from_the_nucleus_at_its_temperature() -> None:
     logits = torch.tensor([[2.0, 1.0, 0.5, -1.0, -3.0]])
     settings = {"do_sample": True, "temperature": 0.7, "top_p": 0.9}
-    sampler = Decoder(settings, [0], seed=3)
+    sampler = decoder(settings, seed=3)
     drawn = torch.cat([sampler(logits) for _ in range(4000)])
     scaled = torch.softmax(logits.double() / 0.7, -1)[0]
     kept = torch.where(scaled.cumsum(0) - scaled < 0.9, scaled, 0)  # they are in descending order
@@ -117,6 +111,6 @@ def test_sampling_draws_from_the_nucleus_at_its_temperature() -> None:
     counts = torch.bincount(drawn, minlength=5) / 4000
     assert (counts[expected == 0] == 0).all()
     assert (counts - expected).abs().max() < 0.03
-    again = Decoder(settings, [0], seed=3)
+    again = decoder(settings, seed=3)
     assert torch.cat([again(logits) for _ in range(20)]).tolist() == drawn[:20].tolist()
-    assert int(Decoder({"do_sample": True, "top_k": 1}, [0])(logits)) == 0
+    assert int(decoder({"do_sample": True, "top_k": 1})(logits)) == 0

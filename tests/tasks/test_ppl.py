@@ -132,10 +132,10 @@ def test_an_interrupted_run_goes_on_at_the_window_it_had_reached(
         return counting
 
     path = tmp_path / "journal.jsonl"
-    monkeypatch.setattr("kvq.tasks.ppl.score", stop_at(2))
+    monkeypatch.setattr("kvq.tasks.scoring.score", stop_at(2))
     with pytest.raises(KeyboardInterrupt):
         run_ppl(loaded, method, windows, task, reference, journal=Journal(path, "code"))
-    monkeypatch.setattr("kvq.tasks.ppl.score", stop_at(99))
+    monkeypatch.setattr("kvq.tasks.scoring.score", stop_at(99))
     found = run_ppl(loaded, method, windows, task, reference, journal=Journal(path, "code"))
     assert sum(seen) == 6  # windows: none twice
     assert found.metrics() == expected.metrics()

@@ -8,7 +8,6 @@ import subprocess
 import sys
 from collections.abc import Callable
 from concurrent.futures import Future
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +25,7 @@ from kvq.methods.build import build_method
 from kvq.results import Store
 from kvq.runs import run
 from kvq.tasks import speed
+from kvq.tasks.measurement import units_like
 from kvq.tasks.speed import median_of, paired_ratios, rates_of
 from kvq.tasks.steps import PerHeadCodec, without_norms
 from tests.random_models import llama, save_random_model, token_ids
@@ -291,7 +291,7 @@ def test_scores_do_not_depend_on_attention(model: Path, tmp_path: Path) -> None:
 
 def test_the_mean_step_has_the_flush_that_the_median_lacks() -> None:
     """64 tokens of which one flushes a residual (NSNQuant, Table 21); ratios are of medians and of means."""
-    from kvq.tasks.speed import _mean_step, _time_metrics, timed_measurement
+    from kvq.tasks.speed import UNITS, _time_metrics
 
     def row(subject: str, repeat: int, flush: float) -> dict[str, Any]:
         steps = [0.25] * 63 + [flush]
@@ -300,7 +300,7 @@ def test_the_mean_step_has_the_flush_that_the_median_lacks() -> None:
 
     rows = [row("method", 0, 8.25), row("method", 1, 24.25), row("dynamic", 0, 0.25), row("dynamic", 1, 0.25)]
     metrics = _time_metrics(
-        "decode", "b1_t8", rows, "method", lambda r: r["step_seconds_median"], partial(_mean_step, 64)
+        "decode", "b1_t8", rows, "method", lambda r: r["step_seconds_median"], lambda r: r["decode_seconds"] / 64
     )
     assert metrics == {
         "decode_b1_t8": 0.25,
@@ -308,4 +308,4 @@ def test_the_mean_step_has_the_flush_that_the_median_lacks() -> None:
         "decode_over_dynamic_b1_t8": 1.0,
         "decode_mean_over_dynamic_b1_t8": 2.0,
     }
-    assert list(timed_measurement(metrics, rows).units.values()) == ["s", "s", "x", "x"]
+    assert list(units_like(metrics, UNITS).values()) == ["s", "s", "x", "x"]

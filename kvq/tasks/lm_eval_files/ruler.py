@@ -12,14 +12,7 @@ from kvq.errors import DataError, reason_of
 
 
 def items(path: str, **_: Any) -> dict[str, Dataset]:
-    """The items of a file of RULER's scripts, as lm-eval wants data sets: by split.
-
-    Args:
-        path: jsonl, in each line `input` (the prompt with its question) and `outputs` (the answers).
-
-    Raises:
-        DataError: no such file, or a line without these fields.
-    """
+    """The items of a jsonl file of RULER's scripts (`input`, `outputs`), as lm-eval wants data sets: by split."""
     rows: list[dict[str, Any]] = []
     try:
         for row in read_json_records(Path(path)):
@@ -35,9 +28,6 @@ def items(path: str, **_: Any) -> dict[str, Dataset]:
 
 
 def found(doc: dict[str, Any], results: list[str]) -> dict[str, float]:
-    """The share (0 to 1) of the answers that an output contains, in any case.
-
-    Source: RULER (arXiv 2404.06654), `string_match_all` of its released scripts.
-    """
+    """Share of the answers that an output contains, in any case (RULER, arXiv 2404.06654, `string_match_all`)."""
     said = results[0].lower()
     return {"string_match_all": sum(answer.lower() in said for answer in doc["outputs"]) / len(doc["outputs"])}
