@@ -26,7 +26,7 @@ def main() -> int:
         return 1
     target = ROOT / "docs" / "report.png"
     with tempfile.TemporaryDirectory() as folder, browser.browser(WIDTH, HEIGHT, SCALE) as driver:
-        page = write_report(Store(ROOT / "results"), Path(folder) / "report.html").path
+        page = write_report(Store(ROOT / "results"), Path(folder) / "report.html")
         browser.scheme(driver, "light")
         driver.get(page.as_uri())
         picture = Image.open(io.BytesIO(browser.screenshot(driver))).convert("RGB")

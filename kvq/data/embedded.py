@@ -1,11 +1,8 @@
 """The embedded corpora: English docstrings and Python sources of the pinned scientific packages.
 
-Nothing is downloaded: the text is what the installed numpy, scipy, pandas, scikit-learn, matplotlib, sympy and networkx
-carry, so it is the same wherever the same versions are installed. The fingerprint of a corpus says so.
-
-Whole modules are held out by a hash of their path, for both kinds at once: a held-out module's docstrings and its
-source are in no training text. Docstrings that modules copy from each other are dropped from the training side.
-The calibration split is a part of the training modules, small enough to be read in seconds.
+Nothing is downloaded: the text is what these packages carry, the same wherever the same versions are installed, and has
+a fingerprint. Whole modules are held out by a hash of their path, for both kinds at once; docstrings that modules copy
+from each other are dropped from the training side. The calibration split is a small part of the training modules.
 """
 
 from __future__ import annotations
@@ -49,10 +46,7 @@ _WORD = re.compile(r"\w+")
 
 @dataclass(frozen=True)
 class Corpus:
-    """Documents of one kind and split, in the order of their modules' paths.
-
-    `fingerprint` is the sha256 (hex) of the documents, each followed by a NUL byte.
-    """
+    """Documents of one kind and split, by their modules' paths; `fingerprint` as of `text_fingerprint`."""
 
     documents: tuple[str, ...]
     fingerprint: str
@@ -60,11 +54,7 @@ class Corpus:
 
 @lru_cache(maxsize=4)
 def load_corpus(kind: str, split: str) -> Corpus:
-    """Return the corpus `kind` ("pydocs" or "pysource") of `split` ("train", "test" or "calibration").
-
-    The test split reads held-out modules, the calibration split as many training modules, the training split all of
-    them (tens of seconds).
-    """
+    """The corpus of a kind and split: held-out modules (test), as many others, or all others (tens of seconds)."""
     check_choice("dataset.name", kind, KINDS)
     check_choice("dataset.split", split, SPLITS)
     texts = _drop_copies(_read_texts(kind, split), set()) if split == "test" else _train_documents(kind, split)

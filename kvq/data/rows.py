@@ -1,7 +1,4 @@
-"""Rows of text from the hub or from local files, and the text of a data set as one string; torch is not imported.
-
-Files are jsonl, json, parquet, text, folders of them, and saved datasets.
-"""
+"""Rows of text from the hub or local files, and a data set's text as one string; torch is not imported."""
 
 from __future__ import annotations
 
@@ -28,10 +25,7 @@ _SUFFIXES = (".jsonl", ".json", ".json.gz", ".jsonl.gz", ".parquet", ".txt", ".m
 
 @cache
 def go_offline_if_silent(patience: float = 3.0) -> None:
-    """Switch the hub's libraries to offline mode for the process where the hub does not answer within so many seconds.
-
-    They would retry each file for half a minute. Offline, they read what is in their cache.
-    """
+    """Switch the hub's libraries to offline mode, for their cache, where it does not answer in so many seconds."""
     try:
         constants.is_offline_mode() or get_session().head(constants.ENDPOINT, timeout=patience)
     except Exception:  # of whatever library transports it; all mean that the hub does not answer
@@ -43,12 +37,8 @@ def go_offline_if_silent(patience: float = 3.0) -> None:
 def load_rows(setting: str, local: str, hub_id: str | None, *args: Any, first: int | None = None, **named: Any) -> Any:
     """A split of a data set of the hub as `datasets.Dataset`; from the hub's cache where the hub does not answer.
 
-    Args:
-        setting: begins an error's line, such as `dataset=c4`.
-        local: describes the values that `dataset.path=` takes in place of the hub.
-        hub_id: None: the configuration names no data set.
-        first: stream only so many first rows; None: download all and keep them in the hub's cache.
-        args, named: further arguments of `datasets.load_dataset`.
+    `setting` begins an error's line, such as `dataset=c4`; `local` describes what `dataset.path=` takes in place of the
+    hub; `first`: stream only so many rows (None: download all and cache them); others as of `datasets.load_dataset`.
     """
     if hub_id is None:
         raise DataError(f"{setting}: set dataset.path= (a local copy) or dataset.hub_id=")
@@ -60,18 +50,15 @@ def load_rows(setting: str, local: str, hub_id: str | None, *args: Any, first: i
             return load_dataset(hub_id, *args, **named)
         return Dataset.from_list(list(load_dataset(hub_id, *args, **named, streaming=True).take(first)))
     except Exception as error:  # of several libraries; all mean that the rows cannot be downloaded
-        reason = first_line(error)
-        raise DataError(
-            f"{setting}: cannot load {hub_id} from the hub ({reason}); dataset.path= takes {local}"
-        ) from error
+        said = f"cannot load {hub_id} from the hub ({first_line(error)}); dataset.path= takes {local}"
+        raise DataError(f"{setting}: {said}") from error
 
 
 def read_rows(config: DatasetConfig) -> tuple[str, ...]:
     """The texts of `dataset.path`, else of `dataset.hub_id`; the first `dataset.rows` of them (None: all).
 
-    Of a record, the text is the field `dataset.text_field`. A `path` is a file (.jsonl, .json, .parquet, .txt, .md;
-    json also with .gz), a folder of files of one kind, read in the order of their names, or a folder that `datasets`
-    wrote with `save_to_disk`. A plain text file is one row.
+    Of a record, the text is the field `dataset.text_field`; a text file is one row. A `path` is a file, a folder of
+    files of one kind, read in the order of their names, or a folder that `datasets` wrote with `save_to_disk`.
     """
     if config.path is None:
         local = "a local copy (jsonl, parquet, text or a saved dataset)"
@@ -172,11 +159,7 @@ def _decode_utf8(data: bytes) -> str:
 
 
 def read_json_records(path: Path) -> list[Any]:
-    """The records of a file: an array of them, or one to a line.
-
-    Not by `datasets.load_dataset`, which is slower, copies a file into a cache in the home folder, and turns text that
-    reads like a date into a date (docs/architecture.md, Libraries).
-    """
+    """The records of a file: an array, or one to a line; not by `datasets` (docs/architecture.md, Libraries)."""
     text = _decode_utf8(gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes())
     if text.lstrip().startswith("["):
         return list(json.loads(text))

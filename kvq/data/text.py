@@ -1,18 +1,13 @@
 """Texts as tokens: data sets as streams, chat templates, and prompts with planted sentences for synthetic retrieval.
 
-A data set is one stream of joined text, or one stream for each cropped document. In synthetic retrieval, sentences with
-a key and a number are planted in other text and asked for at its end; the embedded model was trained on the format:
-
-    ...text...
-    The secret number of amber falcon is 482913.
-    ...text...
-
-    Question: What is the secret number of amber falcon?
-    Answer: The secret number of amber falcon is 482913
+A data set is one stream of joined text, or one stream for each cropped document. Sentences with a key and a number
+are planted in other text ("The secret number of amber falcon is 482913.", on a line of its own) and asked for at its
+end ("Question: What is the secret number of amber falcon? Answer: ..."), as the embedded model was trained.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -55,24 +50,21 @@ class TokenData:
 
 
 def load_tokens(config: DatasetConfig, tokenizer: Any, context: int, bos: int | None = None) -> TokenData:
-    """Return the dataset of `config` as int64 streams, each long enough for a window of `context` tokens.
+    """The dataset of `config` as int64 streams, each long enough for a window of `context` tokens.
 
-    - `loader=embedded`: the documents of the embedded corpus `config.name` in the order of their hashes, joined by
-      `separator`, tokenized once.
-    - `loader=text`: all rows, joined by `separator`, tokenized once (WikiText-2 in GPTQ's protocol).
-    - `loader=documents`: `documents` random rows of at least `context` tokens, each tokenized by itself and cropped to
-      `context` tokens at a random place (C4 in GPTQ's protocol, without replacement); drawn by nothing but `seed`.
+    - `loader=embedded`, `loader=text`: documents in the order of their hashes, or all rows, joined by `separator`,
+      tokenized once (WikiText-2 in GPTQ's protocol).
+    - `loader=documents`: `documents` random rows of at least `context` tokens, each cropped to `context` tokens at a
+    random
+      place (C4 in GPTQ's protocol, without replacement); drawn by nothing but `seed`.
 
-    `tokenizer` is a transformers tokenizer; it adds the special tokens that it always adds, once to a stream.
     `bos`: the token that every window begins with, for which a window keeps room; a stream then has none. `max_tokens`
-    cuts the stream, or the number of documents, to so many tokens.
+    cuts the stream, or the number of documents.
     """
     loader, room = str(config.loader), context - (bos is not None)
     if config.max_tokens is not None and config.max_tokens < room:
         raise DataError(f"dataset.max_tokens={config.max_tokens} is less than one window, task.context={context}")
-    if loader == "documents":
-        return _load_documents(config, tokenizer, room, bos)
-    return _load_joined(config, tokenizer, room, bos)
+    return (_load_documents if loader == "documents" else _load_joined)(config, tokenizer, room, bos)
 
 
 def encode(tokenizer: Any, text: str, special: bool = True) -> list[int]:
@@ -82,9 +74,8 @@ def encode(tokenizer: Any, text: str, special: bool = True) -> list[int]:
 
 def check_token_ids(tokenizer: Any, ids: list[int]) -> list[int]:
     """Return `ids`. Raises: DataError: an id for which the model's embedding has no row."""
-    rows = getattr(tokenizer, "embedding_rows", None)
-    if rows is not None and max(ids, default=0) >= rows:
-        odd = max(ids)
+    rows, odd = getattr(tokenizer, "embedding_rows", None), max(ids, default=0)
+    if rows is not None and odd >= rows:
         raise DataError(f"tokenizer: {tokenizer.decode([odd])!r} is token {odd}, the model's embedding has {rows} rows")
     return ids
 
@@ -99,10 +90,8 @@ def render_chat(tokenizer: Any, text: str) -> str:
     """The chat template's text of a conversation whose one message is `text`, up to where the answer begins."""
     if not tokenizer.chat_template:
         raise ConfigError("task.chat_template=true: the model's tokenizer has no chat template")
-    words = tokenizer.apply_chat_template(
-        [{"role": "user", "content": text}], tokenize=False, add_generation_prompt=True
-    )
-    return str(words)
+    chat = [{"role": "user", "content": text}]
+    return str(tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True))
 
 
 def split_chat(tokenizer: Any) -> tuple[str, str]:
@@ -115,10 +104,8 @@ def split_chat(tokenizer: Any) -> tuple[str, str]:
 
 def set_bos(tokenizer: Any, ids: Sequence[int], bos: int | None) -> list[int]:
     """`ids` after exactly one `bos` (None: after none), whatever the tokenizer or a chat template put there."""
-    start = 0
-    while start < len(ids) and ids[start] == tokenizer.bos_token_id:
-        start += 1
-    return [*([] if bos is None else [bos]), *ids[start:]]
+    text = itertools.dropwhile(lambda one: one == tokenizer.bos_token_id, ids)
+    return [*([] if bos is None else [bos]), *text]
 
 
 def draw_piece(streams: Sequence[list[int]], length: int, rng: np.random.Generator) -> list[int]:
@@ -156,11 +143,7 @@ def _load_documents(config: DatasetConfig, tokenizer: Any, room: int, bos: int |
     if not any(row.strip() for row in rows):
         raise DataError(f"dataset={config.name}: the text is empty")
     wanted = len(rows) if config.documents is None else config.documents
-    streams: list[Int[Tensor, " tokens"]] = []
-    for stream in _draw_crops(rows, tokenizer, room, bos, config.seed):
-        streams.append(stream)
-        if len(streams) == wanted:
-            break
+    streams = list(itertools.islice(_draw_crops(rows, tokenizer, room, bos, config.seed), wanted))
     if not streams or (config.documents is not None and len(streams) < wanted):
         context = room + (bos is not None)
         raise DataError(
@@ -255,10 +238,7 @@ def draw_needles(rng: np.random.Generator, count: int, digits: int = 6) -> list[
 def plant_needles(
     haystack: Sequence[int], needles: Sequence[Needle], depths: Sequence[float], length: int, encode: Encode
 ) -> list[int]:
-    """Return the start of `haystack` with each needle's sentence at its depth, `length` tokens in all.
-
-    Depth 0 is before the haystack's first token, 1 after its last; `encode` maps text to token ids and adds none.
-    """
+    """The start of `haystack` with needles' sentences at their depths (0: its start, 1: end), `length` tokens."""
     sentences = [encode(needle.sentence) for needle in needles]
     room = length - sum(map(len, sentences))
     if room < 0:
@@ -280,9 +260,6 @@ def build_needle_prompt(
     encode: Encode,
     after: str = "",
 ) -> list[int]:
-    """`plant_needles`, then the question for the first needle and the text `after`: exactly `length` tokens.
-
-    The expected continuation is `encode(needles[0].answer)`.
-    """
+    """`plant_needles`, then the question for the first needle and the text `after`: exactly `length` tokens."""
     question = encode(needles[0].question + after)
     return plant_needles(haystack, needles, depths, length - len(question), encode) + question

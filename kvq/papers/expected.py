@@ -1,7 +1,4 @@
-"""Every experiment with the signatures of its runs, so that records can be found without a model or a data set.
-
-At the end: what `+experiment=<paper>/<table>` prints after its runs.
-"""
+"""Every experiment with the signatures of its runs, by which records are found without a model or texts."""
 
 from __future__ import annotations
 
@@ -25,20 +22,7 @@ from kvq.config.identity import by_names
 from kvq.config.layout import LayoutConfig
 from kvq.config.limits import cache_folder
 from kvq.errors import KvqError
-from kvq.papers.sweep import (
-    Cell,
-    Overrides,
-    cells_of,
-    command,
-    is_embedded,
-    jobs_of,
-    layout_of,
-    missing_choices,
-    override_run,
-    runs_anywhere,
-    setting_in_file,
-    stand_in_of,
-)
+from kvq.papers import sweep
 from kvq.report.comparisons import read_records
 from kvq.report.tables.experiment_files import fill, grids_of
 from kvq.report.tables.experiments import Asked, CellRun, Experiment, by_signature, signature
@@ -56,14 +40,10 @@ def names() -> list[str]:
 
 @functools.cache
 def layout_named(name: str) -> LayoutConfig:
-    """The layout of an experiment, composed once.
-
-    Raises:
-        KvqError: it does not compose.
-    """
+    """The layout of an experiment, composed once; `KvqError`: it does not compose."""
     chosen = [f"+experiment={name}"]
     try:
-        return layout_of(compose(chosen))
+        return sweep.layout_of(compose(chosen))
     except COMPOSE_ERRORS as error:
         raise KvqError(f"+experiment={name}: {explain(error, chosen)}") from error
 
@@ -72,33 +52,35 @@ Present = frozenset[tuple[str, str]]
 """Model and method of the runs that there are records of."""
 
 
+# Overrides that have no effect on full precision.
+_OF_A_METHOD = ("method", "bits=", "residual", "cache.attention=")
 # What an experiment has as its layout has it.
 _OF_LAYOUT = ("paper", "table", "title", "units", "scale", "pool", "rows", "sections", "own")
 
 
 def experiment_of(name: str, present: Present = frozenset()) -> Experiment | None:
-    """An experiment and its runs; None for one without a table.
-
-    Args:
-        name: as `+experiment=` takes it.
-        present: what records are there of; other runs need no signature.
-
-    Raises:
-        KvqError: it does not compose.
-    """
+    """An experiment and its runs (`present`: of what there are records); None for one without a table."""
     layout = layout_named(name)
     if layout.paper is None or layout.title is None:
         return None
-    cells = cells_of(layout)
-    jobs = jobs_of(cells, (), {})
+    cells = sweep.cells_of(layout)
+    jobs = sweep.jobs_of(cells, (), {})
+    plain: dict[bool, set[sweep.Overrides]] = {True: set(), False: set()}
+    for job in jobs:
+        rest = tuple(sorted(word for word in job if not word.startswith(_OF_A_METHOD)))
+        plain["method=fp16" in job or not any(word.startswith("method=") for word in job)].add(rest)
+    known = choices_in_use()["model"]
+    small = sorted({model for model, _ in present if model in known and sweep.runs_anywhere(model)})
+    small = [] if of_no_paper(jobs) else sorted(small, key=sweep.is_embedded)  # a real one first
+    waiting = Counter(name for job in jobs for name in sweep.missing_choices(job, choices_in_use()))
     return Experiment(
         name=name,
         **{shared: getattr(layout, shared) for shared in _OF_LAYOUT},
         cells=tuple(Asked(cell.labels, cell.metric, _runs(cell.runs, present), cell.reason) for cell in cells),
         runs=len(jobs),
-        baselines=_count_baselines(jobs),
-        stand_ins={model: _stand_in_cells(layout, cells, model, present) for model in _list_stand_ins(jobs, present)},
-        waiting=dict(sorted(Counter(name for job in jobs for name in missing_choices(job, choices_in_use())).items())),
+        baselines=len(plain[False] - plain[True]),
+        stand_ins={model: _stand_in_cells(layout, cells, model, present) for model in small},
+        waiting=dict(sorted(waiting.items())),
     )
 
 
@@ -127,39 +109,21 @@ def _digest(present: Present) -> str:
     return digest.hexdigest()[:16]
 
 
-def _list_stand_ins(jobs: Iterable[Overrides], present: Present) -> list[str]:
-    """Models on record that stand in for a paper's, a real one first; none for an experiment of such models itself."""
-    known = choices_in_use()["model"]
-    found = sorted({model for model, _ in present if model in known and runs_anywhere(model)})
-    return [] if of_no_paper(jobs) else sorted(found, key=is_embedded)
-
-
-def of_no_paper(jobs: Iterable[Overrides]) -> bool:
+def of_no_paper(jobs: Iterable[sweep.Overrides]) -> bool:
     """Whether all models that runs name are embedded, installed or drawn states; False where none is named."""
     own = {word.partition("=")[2] for job in jobs for word in job if word.startswith("model=")}
-    return bool(own) and all(model in choices_in_use()["model"] and runs_anywhere(model) for model in own)
+    return bool(own) and all(model in choices_in_use()["model"] and sweep.runs_anywhere(model) for model in own)
 
 
-# Overrides that have no effect on full precision.
-_OF_A_METHOD = ("method", "bits=", "residual", "cache.attention=")
-
-
-def _count_baselines(jobs: Iterable[Overrides]) -> int:
-    """Number of full-precision runs that are baselines of other runs and have no row of their own."""
-    plain: dict[bool, set[Overrides]] = {True: set(), False: set()}
-    for job in jobs:
-        rest = tuple(sorted(word for word in job if not word.startswith(_OF_A_METHOD)))
-        plain["method=fp16" in job or not any(word.startswith("method=") for word in job)].add(rest)
-    return len(plain[False] - plain[True])
-
-
-def _stand_in_cells(layout: LayoutConfig, cells: Iterable[Cell], model: str, present: Present) -> tuple[Asked, ...]:
+def _stand_in_cells(
+    layout: LayoutConfig, cells: Iterable[sweep.Cell], model: str, present: Present
+) -> tuple[Asked, ...]:
     """The cells of a stand-in, whose model runs anywhere; where that runs another task, its main metric is read."""
-    asked: set[tuple[Overrides, ...]] = set()
+    asked: set[tuple[sweep.Overrides, ...]] = set()
     found: dict[tuple[tuple[str, str], ...], Asked] = {}
-    instead = stand_in_of(layout, model) or {}
+    instead = sweep.stand_in_of(layout, model) or {}
     for cell in cells:
-        runs = tuple(dict.fromkeys(override_run(run, [f"model={model}"], instead) for run in cell.runs))
+        runs = tuple(dict.fromkeys(sweep.override_run(run, [f"model={model}"], instead) for run in cell.runs))
         other = {_task_of(run) for run in cell.runs} != {_task_of(run) for run in runs}
         dropped = {"model", *(layout.metrics if other else ())}
         labels = {axis: label for axis, label in cell.labels.items() if axis not in dropped}
@@ -175,26 +139,26 @@ def _task_of(run: Sequence[str]) -> str:
     return next((word.split("=")[1].partition("/")[0] for word in run if word.startswith("task=")), "")
 
 
-def _runs(runs: Iterable[Overrides], present: Present) -> tuple[CellRun, ...]:
+def _runs(runs: Iterable[sweep.Overrides], present: Present) -> tuple[CellRun, ...]:
     """Runs as a cell asks for them; `present` as in `experiment_of`."""
     return tuple(_cell_run(run, present) for run in runs)
 
 
 @cache_by_folder
-def _cell_run(run: Overrides, present: Present) -> CellRun:
+def _cell_run(run: sweep.Overrides, present: Present) -> CellRun:
     """A run as cells ask for it: its command, and its signature where a record may answer, or what it waits for."""
-    missing = list(missing_choices(run, choices_in_use()))
+    missing = list(sweep.missing_choices(run, choices_in_use()))
     if missing:
-        return CellRun(command(run), waits=f"{', '.join(missing)}: not in this version")
+        return CellRun(sweep.command(run), waits=f"{', '.join(missing)}: not in this version")
     chosen = {word.partition("=")[0]: word.partition("=")[2] for word in run}
     groups = ("model", "method")
-    wanted = tuple(setting_in_file(group, chosen[group], "name") if group in chosen else None for group in groups)
+    wanted = tuple(sweep.setting_in_file(group, chosen[group], "name") if group in chosen else None for group in groups)
     if wanted not in _present_or_any(present):
-        return CellRun(command(run))
+        return CellRun(sweep.command(run))
     try:
-        return CellRun(command(run), _signature(run))
+        return CellRun(sweep.command(run), _signature(run))
     except COMPOSE_ERRORS as error:
-        return CellRun(command(run), waits=str(error) if isinstance(error, KvqError) else explain(error, run))
+        return CellRun(sweep.command(run), waits=str(error) if isinstance(error, KvqError) else explain(error, run))
 
 
 @functools.cache
@@ -204,28 +168,19 @@ def _present_or_any(present: Present) -> frozenset[tuple[str | None, str | None]
 
 
 # Parts of a configuration that are composed apart, and the words of a command that belong to each.
-_PARTS = {
-    "method": ("method=", "method.", "bits="),
-    "model": ("model=", "model."),
-    "dataset": ("dataset=", "dataset."),
-    "task": ("task=", "task."),
-    "cache": ("cache.",),
-}
+_PARTS: dict[str, tuple[str, ...]] = {name: (f"{name}=", f"{name}.") for name in ("model", "dataset", "task")}
+_PARTS |= {"method": ("method=", "method.", "bits="), "cache": ("cache.",)}
 
 
 @functools.cache
-def _signature(run: Overrides) -> str:
+def _signature(run: sweep.Overrides) -> str:
     """The signature of a run (`kvq.report.tables.experiments.signature`)."""
     config = resolved(run)
     return signature(by_names(config), config.model.name, config.dataset.name)
 
 
-def resolved(run: Overrides) -> Config:
-    """A run's configuration, without `model.context` where it chooses no model. Parts are composed once for all runs.
-
-    Raises:
-        ConfigError, or what composing raises.
-    """
+def resolved(run: sweep.Overrides) -> Config:
+    """A run's configuration (`model.context` only if it chooses a model); parts are composed once for all runs."""
     words = {part: tuple(word for word in run if word.startswith(names)) for part, names in _PARTS.items()}
     apart = {part: found for part, own in words.items() if own and (found := _resolve_part(part, own)) is not None}
     rest = tuple(word for word in run if not any(word in words[part] for part in apart))
@@ -233,13 +188,13 @@ def resolved(run: Overrides) -> Config:
 
 
 @functools.cache
-def _resolve_rest(rest: Overrides) -> Config:
+def _resolve_rest(rest: sweep.Overrides) -> Config:
     """The configuration of the overrides outside `_PARTS`; without `model.context`, which the run's task may exceed."""
     return resolve(compose([*rest, "model.context=null"]))
 
 
 @functools.cache
-def _resolve_part(part: str, words: Overrides) -> dict[str, Any] | None:
+def _resolve_part(part: str, words: sweep.Overrides) -> dict[str, Any] | None:
     """The settings of a part; None where its choice decides others too, as some tasks choose a data set."""
     config, defaults = compose(words), compose([])
     if any(config._get_node(name) != defaults._get_node(name) for name in config.keys() - {part, "bits"}):
@@ -249,11 +204,7 @@ def _resolve_part(part: str, words: Overrides) -> dict[str, Any] | None:
 
 
 def print_experiment(name: str, results_dir: str) -> None:
-    """Print an experiment's table of measured and published numbers, from the records of a folder.
-
-    Raises:
-        KvqError: the experiment does not compose, or the published figures cannot be read.
-    """
+    """Print an experiment's table of measured and published numbers, from the records of a folder."""
     records = read_records(Store(results_dir))[0]
     experiment, console = experiment_of(name, frozenset((record.model, record.method) for record in records)), Console()
     assert experiment is not None  # the command has composed its layout

@@ -31,10 +31,7 @@ _FULL = ("FP16", "BF16", "16-bit")
 
 
 def published_table(filled: Filled, model: str) -> pd.DataFrame:
-    """One line per text and method of a paper's model, and of each stand-in that was run: both numbers, or one.
-
-    `measured` is empty where there is no record, `published` of every stand-in.
-    """
+    """Both numbers, or one, per text and method of a paper's model, and of each stand-in that was run."""
     own = [cell for cell in filled.cells if cell.asked.labels.get("model") == model]
     lines = list(_lines_of(own, model, ""))
     for name, cells in filled.stand_ins.items():
@@ -45,23 +42,17 @@ def published_table(filled: Filled, model: str) -> pd.DataFrame:
 def _lines_of(cells: Iterable[Shown], model: str, stand_in: str) -> Iterator[tuple[Any, ...]]:
     """Lines of `published_table` from cells of a model, which have a number in print or of ours."""
     for cell in cells:
-        if cell.published is None and cell.value is None:
-            continue
-        labels = cell.asked.labels
+        labels, printed = cell.asked.labels, None if cell.published is None else cell.published.value
         dataset = labels.get("dataset", "")
         if stand_in:  # the text of its run, which is not the one that the paper's label names
             words = [word.partition("=") for run in cell.asked.runs for word in run.command.split()]
             dataset = next((text for name, _, text in words if name == "dataset"), "")
-        printed = None if cell.published is None else cell.published.value
-        yield model, stand_in, dataset, labels.get("method", ""), printed, cell.value, cell.stale
+        if printed is not None or cell.value is not None:
+            yield model, stand_in, dataset, labels.get("method", ""), printed, cell.value, cell.stale
 
 
 def published(records: Sequence[Record], _: Store) -> dict[tuple[str, str], pd.DataFrame]:
-    """The table of each figure of published numbers (`DRAWN`) that some record answers, by file name and title.
-
-    Raises:
-        KvqError: published numbers that cannot be read.
-    """
+    """The table of each figure of published numbers (`DRAWN`) that a record answers, by file name and title."""
     if not any(record.task == "ppl" for record in records):  # as all of `DRAWN` are
         return {}
     present = frozenset((record.model, record.method) for record in records)
@@ -83,7 +74,22 @@ def published_figure(table: pd.DataFrame) -> Figure:
     rows, methods = (len(groups) + 1) // 2, list(dict.fromkeys(table["method"]))
     made, axes = panels(2, 0.9 + rows * (0.5 + 0.16 * len(methods)), rows, 2, sharey=True, squeeze=False)
     for axis, ((stand_in, model, dataset), part) in zip(axes.flat, groups, strict=False):
-        _draw_panel(axis, part, methods)
+        places = {method: -place for place, method in enumerate(methods)}
+        height = part["method"].map(places)
+        axis.set_xscale("log")
+        axis.scatter(part["published"], height, s=28, marker="D", facecolors="none", edgecolors=colour(0), linewidths=1)
+        axis.scatter(part["measured"], height, s=14, marker="o", color=colour(5))
+        full = part[part["method"].isin(_FULL)]
+        for value in full["measured"].fillna(full["published"]):
+            axis.axvline(value, color=GREY, linewidth=0.8, linestyle="--")
+        axis.set_yticks(list(places.values()), list(places))
+        low, high = part[["published", "measured"]].min().min(), part[["published", "measured"]].max().max()
+        ticks = [
+            tick for tick in (5, 6, 8, 10, 15, 20, 30, 50, 100, 200, 500, 1000) if low * 0.95 <= tick <= high * 1.05
+        ]
+        axis.set_xticks(ticks, [str(tick) for tick in ticks])
+        axis.minorticks_off()
+        axis.grid(axis="y", color="#EEEEEE", linewidth=0.6)
         axis.set_title(f"{model}{' (stand-in)' if stand_in else ''}, {dataset}")
     for axis in axes.flat[len(groups) :]:
         axis.set_axis_off()
@@ -96,21 +102,3 @@ def published_figure(table: pd.DataFrame) -> Figure:
     ]
     made.legend(handles=shown, loc="outside lower right", ncols=2)
     return made
-
-
-def _draw_panel(axis: Any, part: pd.DataFrame, methods: Sequence[str]) -> None:
-    """Draw a model's perplexities on one text: a row for each method, hollow as published, filled as measured."""
-    places = {method: -place for place, method in enumerate(methods)}
-    height = part["method"].map(places)
-    axis.set_xscale("log")
-    axis.scatter(part["published"], height, s=28, marker="D", facecolors="none", edgecolors=colour(0), linewidths=1)
-    axis.scatter(part["measured"], height, s=14, marker="o", color=colour(5))
-    full = part[part["method"].isin(_FULL)]
-    for value in full["measured"].fillna(full["published"]):
-        axis.axvline(value, color=GREY, linewidth=0.8, linestyle="--")
-    axis.set_yticks(list(places.values()), list(places))
-    low, high = part[["published", "measured"]].min().min(), part[["published", "measured"]].max().max()
-    ticks = [tick for tick in (5, 6, 8, 10, 15, 20, 30, 50, 100, 200, 500, 1000) if low * 0.95 <= tick <= high * 1.05]
-    axis.set_xticks(ticks, [str(tick) for tick in ticks])
-    axis.minorticks_off()
-    axis.grid(axis="y", color="#EEEEEE", linewidth=0.6)

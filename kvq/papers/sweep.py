@@ -38,27 +38,20 @@ class Cell:
 
 def cells_of(layout: LayoutConfig) -> list[Cell]:
     """Every combination of labels, the last axis fastest."""
-    labels = layout.labels
-    return [
-        _make_cell(layout, dict(zip(labels, chosen, strict=True))) for chosen in itertools.product(*labels.values())
-    ]
-
-
-def _make_cell(layout: LayoutConfig, labels: Mapping[str, str]) -> Cell:
-    """The cell of a layout with one label on each axis: its metric, and the runs that the labels stand for."""
-    pieces = {axis: named[labels[axis]] for axis, named in layout.metrics.items()}
-    metric = layout.metric.format(**pieces)
-    reason = next((layout.reasons[label] for label in labels.values() if label in layout.reasons), None)
-    named = [layout.names[labels[axis]] for axis in labels if axis in layout.axes]
-    if None in named:
-        return Cell(labels, (), metric, reason)
-    choices = [[layout.common], *([given] if isinstance(given, str) else given for given in named)]
-    # Of several overrides of one setting the last holds.
-    runs = [
-        tuple({word.partition("=")[0]: word for part in parts for word in _words(part)}.values())
-        for parts in itertools.product(*choices)
-    ]
-    return Cell(labels, tuple(runs), metric, reason)
+    cells = []
+    for chosen in itertools.product(*layout.labels.values()):
+        labels = dict(zip(layout.labels, chosen, strict=True))
+        metric = layout.metric.format(**{axis: named[labels[axis]] for axis, named in layout.metrics.items()})
+        reason = next((layout.reasons[label] for label in chosen if label in layout.reasons), None)
+        named = [layout.names[labels[axis]] for axis in labels if axis in layout.axes]
+        choices = [[layout.common], *([given] if isinstance(given, str) else given or [] for given in named)]
+        # Of several overrides of one setting the last holds; a label without overrides has no run.
+        runs = tuple(
+            tuple({word.partition("=")[0]: word for part in parts for word in _words(part)}.values())
+            for parts in itertools.product(*choices)
+        )
+        cells.append(Cell(labels, runs, metric, reason))
+    return cells
 
 
 @functools.cache
@@ -68,13 +61,7 @@ def _words(overrides: str) -> Overrides:
 
 
 def override_run(run: Overrides, given: Sequence[str], small: Mapping[str, str]) -> Overrides:
-    """A run under the command line's overrides, which win; a choice that is replaced takes its settings with it.
-
-    Args:
-        run: overrides of the experiment.
-        given: overrides of the command line.
-        small: what stands in for an override of the experiment; empty when the run is the paper's.
-    """
+    """A run under the command line's overrides, which win with all their settings; `small`: of a stand-in."""
     replaced = (_words(small[word]) if word in small else (word,) for word in run)
     kept = {word.partition("=")[0]: word for words in replaced for word in words}
     mine = {word.partition("=")[0].lstrip("+~"): word for word in given}
@@ -124,10 +111,7 @@ def runs_anywhere(model: str) -> bool:
 
 
 def stand_in_of(layout: LayoutConfig, model: str) -> dict[str, str] | None:
-    """What stands in for an experiment's overrides on a model that runs anywhere; None: the model is no stand-in.
-
-    Those of `layout.small`; on a model that an installed distribution carries those of `layout.real` come before them.
-    """
+    """What stands in for overrides on a model that runs anywhere (installed: `layout.real` wins); else None."""
     if not runs_anywhere(model):
         return None
     return layout.small if is_embedded(model) else layout.small | layout.real
@@ -151,11 +135,7 @@ def setting_in_file(group: str, choice: str, setting: str) -> str | None:
 
 
 def list_jobs(overrides: Iterable[Override]) -> list[list[str]]:
-    """One job for each combination of the swept values, the last override varying fastest.
-
-    Raises:
-        ConfigError: an interval, which has no list of values.
-    """
+    """One job for each combination of the swept values, the last fastest; `ConfigError`: an interval."""
     values: dict[str, list[str]] = {}
     for override in overrides:
         name = override.get_key_element()
@@ -169,11 +149,7 @@ def list_jobs(overrides: Iterable[Override]) -> list[list[str]]:
 
 
 def group_jobs(jobs: Iterable[Job]) -> list[Job]:
-    """Order jobs by model, then by text and task, and keep the order of the rest.
-
-    A process holds one model, one text and one full-precision reference at a time (`kvq.models.inputs`): a sweep that
-    goes back and forth between two would load them for every run.
-    """
+    """Order jobs by model, then text and task, of which a process holds one each, and keep the rest's order."""
     given = list(jobs)
     chosen = [[tuple(word for word in job if word.startswith(names)) for names in _SHARED] for job in given]
     ranks = [{words: rank for rank, words in enumerate(dict.fromkeys(column))} for column in zip(*chosen, strict=True)]

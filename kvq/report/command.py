@@ -16,13 +16,7 @@ from kvq.results.store import Broken, Store
 
 
 def parser_of(module: str, doc: str | None, out: str | None = None) -> argparse.ArgumentParser:
-    """The options of `python -m <module>`: the results folder, `--config-dir`, and where there is one `--out`.
-
-    Args:
-        module: its name.
-        doc: its docstring.
-        out: what `--out` names, with its default; None: the command has no such option.
-    """
+    """The options of `python -m <module>`: the results folder, `--config-dir`, and where `out` describes it `--out`."""
     parser = argparse.ArgumentParser(prog=f"python -m {module}", description=doc)
     parser.add_argument(
         "--results", type=Path, default=Path("results"), help="folder that holds runs/ (default: results)"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from itertools import combinations, pairwise
 from pathlib import Path
 from typing import Any
@@ -12,64 +13,47 @@ import numpy as np
 
 from kvq.errors import RecordError
 from kvq.report.labels import by_bits, labelled
-from kvq.results import Broken, Record, Store
+from kvq.results import Broken, Record, Store, statistics
 from kvq.results.files import SAMPLES
 from kvq.results.metrics import is_lower_better
 from kvq.results.noise import Family, compare_items, family
 from kvq.results.presets import parse_label, part_of
-from kvq.results.statistics import (
-    ALPHA,
-    BLOCK,
-    RESAMPLES,
-    Estimate,
-    Losses,
-    delta_nll_of_samples,
-    losses,
-    perplexity_of_samples,
-)
 
 Samples = Callable[[Record], list[dict[str, Any]]]
 
 
 class Comparisons:
-    """Paired differences between runs, each computed once.
-
-    Args:
-        samples: gives the stored samples of a run, such as `Store.samples_of`.
-    """
+    """Paired differences between runs, each computed once; `samples` gives the stored samples of a run."""
 
     def __init__(self, samples: Samples) -> None:
         self._samples = samples
         self._rows: dict[str, list[dict[str, Any]]] = {}
-        self._losses: dict[str, Losses | None] = {}
-        self._known: dict[tuple[str, str], Estimate | None] = {}
+        self._losses: dict[str, statistics.Losses | None] = {}
+        self._known: dict[tuple[str, str], statistics.Estimate | None] = {}
 
-    def delta_nll(self, record: Record, other: Record) -> Estimate | None:
+    def delta_nll(self, record: Record, other: Record) -> statistics.Estimate | None:
         """Loss of `record` minus that of `other`, nats per token; None when their samples cannot be paired."""
         pair = (record.key, other.key)
         if pair not in self._known:
-            settings = _bootstrap_settings(record.config)
-            try:
-                found = delta_nll_of_samples(self.samples(record), self.samples(other), **settings)
-            except RecordError:
-                found = None
-            self._known[pair] = found
+            self._known[pair], settings = None, _bootstrap_settings(record.config)
+            with suppress(RecordError):
+                ours, theirs = self.samples(record), self.samples(other)
+                self._known[pair] = statistics.delta_nll_of_samples(ours, theirs, **settings)
         return self._known[pair]
 
     def perplexity_error(self, record: Record) -> float | None:
         """Standard error of a run's perplexity over windows; None without samples or with too few windows."""
-        try:
-            return perplexity_of_samples(self.samples(record), **_bootstrap_settings(record.config)).standard_error
-        except RecordError:
-            return None
+        with suppress(RecordError):
+            settings = _bootstrap_settings(record.config)
+            return statistics.perplexity_of_samples(self.samples(record), **settings).standard_error
+        return None
 
-    def losses(self, record: Record) -> Losses | None:
+    def losses(self, record: Record) -> statistics.Losses | None:
         """Losses of a run by window; None where its samples hold none."""
         if record.key not in self._losses:
-            try:
-                self._losses[record.key] = losses(self.samples(record))
-            except RecordError:
-                self._losses[record.key] = None
+            self._losses[record.key] = None
+            with suppress(RecordError):
+                self._losses[record.key] = statistics.losses(self.samples(record))
         return self._losses[record.key]
 
     def family(self, pairs: Iterable[tuple[Record, Record]]) -> Family:
@@ -85,22 +69,15 @@ class Comparisons:
 
 
 class Verdicts:
-    """Which of a table's runs have a lower loss than which others, beyond noise.
+    """Which of a table's runs have a lower loss than which others, beyond noise; all pairs are tested together.
 
     Runs that are both within noise of full precision are not told apart, so that in a table of runs that equal full
-    precision a false mark of either kind is as rare as one of the first alone.
-
-    Args:
-        records: runs of one protocol, all pairs of which are tested together.
-        further: more pairs, tested with them, such as a variant's at two widths.
-        comparisons: gives their losses.
+    precision a false mark of either kind is as rare as one of the first alone. `further`: more pairs, such as a
+    variant's.
     """
 
     def __init__(
-        self,
-        records: Sequence[Record],
-        comparisons: Comparisons,
-        further: Iterable[tuple[Record, Record]] = (),
+        self, records: Sequence[Record], comparisons: Comparisons, further: Iterable[tuple[Record, Record]] = ()
     ) -> None:
         every = {frozenset((a.key, b.key)): (a, b) for a, b in (*combinations(records, 2), *further)}
         self._family, self._losses = comparisons.family(every.values()), comparisons.losses
@@ -121,17 +98,14 @@ class Verdicts:
 
 
 def is_noise(record: Record, p_value: float | None = None) -> bool:
-    """Whether a run is within noise of full precision, by the flag that `read_records` gives it.
-
-    `p_value`: that of its items, corrected for the rows of a table.
-    """
-    return (p_value is not None and p_value > ALPHA) or record.metrics.get("within_noise") == 1
+    """Whether a run is within noise of full precision, by its flag or the corrected `p_value` of its items."""
+    return (p_value is not None and p_value > statistics.ALPHA) or record.metrics.get("within_noise") == 1
 
 
 def _bootstrap_settings(config: Mapping[str, Any]) -> dict[str, int]:
     """The `block`, `resamples` and `seed` of a run's bootstrap, from its settings or as they are by default."""
     given = part_of(part_of(config, "task"), "bootstrap")
-    settings = {"block": BLOCK, "resamples": RESAMPLES, "seed": 0}
+    settings = {"block": statistics.BLOCK, "resamples": statistics.RESAMPLES, "seed": 0}
     return settings | {name: int(given[name]) for name in settings if isinstance(given.get(name), int)}
 
 
@@ -154,24 +128,13 @@ def measured_bits(record: Record) -> float | None:
     return record.metrics.get("bits_per_element")
 
 
-def frontier(
-    records: Sequence[Record],
-    verdicts: Verdicts,
-    bits_of: Callable[[Record], float | None] = effective_bits,
-) -> set[str]:
-    """Keys of runs on the Pareto frontier of bits and loss (`unbeaten`), without those within noise of full precision.
-
-    Such runs compete; that they are on the frontier is not marked.
-    """
+def frontier(records: Sequence[Record], verdicts: Verdicts, bits_of: Callable[[Record], float | None]) -> set[str]:
+    """Keys of runs on the frontier of bits and loss (`unbeaten`) that are not within noise of full precision."""
     return {record.key for record in unbeaten(records, verdicts, bits_of) if not is_noise(record)}
 
 
 def unbeaten(records: Sequence[Record], verdicts: Verdicts, size_of: Callable[[Record], float | None]) -> list[Record]:
-    """The Pareto frontier of size and loss, smallest run first; differences count beyond noise (`FRONTIER_RULE`).
-
-    Runs are visited by increasing size. One is kept if no run of at most its size beats it, and it beats the run kept
-    before it; so the first is, and of two runs that differ within noise, the smaller one.
-    """
+    """The frontier of size and loss by `FRONTIER_RULE`: unbeaten by smaller runs, beating the one kept before."""
     sized = [(bits, run) for run in records if verdicts.knows(run) and (bits := size_of(run)) is not None]
     sized.sort(key=lambda pair: (pair[0], pair[1].metrics.get("nll", 0.0), pair[1].key))
     best: list[Record] = []
@@ -188,10 +151,8 @@ _TESTS = ("p_value", "not_worse_p", "within_noise", "not_worse")
 def read_records(store: Store, keys: Collection[str] | None = None) -> tuple[list[Record], list[Broken]]:
     """Read the records of a store, with p-values and verdicts computed anew, so that all have the same test.
 
-    Verdicts on items follow from the samples of a run and of its full precision, and from the margin in its settings.
-    Losses of windows are within noise of full precision or not by the test of `kvq.results.noise` over all runs of a
-    protocol, whichever of them a table shows. Where samples cannot be paired there is no verdict. With `keys`, the
-    verdicts of other protocols' records stay as measured.
+    Items are compared by samples and margin, losses of windows by the test of `kvq.results.noise` over all runs of a
+    protocol. Without paired samples there is no verdict. With `keys`, other protocols' verdicts stay as measured.
     """
     records, broken = labelled(store, keys)
     known = {record.key: record for record in records}
@@ -214,7 +175,7 @@ def mark_within_noise(records: Sequence[Record], store: Store, keys: Collection[
             for record in group:
                 metrics = {name: value for name, value in record.metrics.items() if name != "within_noise"}
                 if (p_value := found.p.get((record.key, full))) is not None:
-                    metrics["within_noise"] = float(p_value > ALPHA)
+                    metrics["within_noise"] = float(p_value > statistics.ALPHA)
                 marked[record.key] = record.model_copy(update={"metrics": metrics})
     return [marked.get(record.key, record) for record in records]
 
@@ -230,16 +191,13 @@ def samples_of(record: Record, store: Store, odd: dict[Path, str]) -> list[dict[
 
 
 def _judge_items(record: Record, known: Mapping[str, Record], store: Store, odd: dict[Path, str]) -> Record:
-    """The record with the paired tests of its items computed anew from its samples and those of full precision.
-
-    A run without items or a margin stays as it is; `known`: records by key; `odd`: as in `samples_of`.
-    """
+    """The record with the tests of its items computed anew from samples; one without a margin stays as it is."""
     margin = part_of(record.config, "task").get("margin")
     if "items" not in record.metrics or record.baseline_key is None or not isinstance(margin, int | float):
         return record
     metrics = {name: value for name, value in record.metrics.items() if name not in _TESTS}
     full = known.get(record.baseline_key)
-    try:
+    with suppress(RecordError, KeyError, TypeError, ValueError):
         if full is None:
             raise RecordError("no record of full precision")
         ours, theirs = (
@@ -253,6 +211,4 @@ def _judge_items(record: Record, known: Mapping[str, Record], store: Store, odd:
         if any(is_lower_better(str(row["metric"])) for row in store.samples_of(record) if "metric" in row):
             pairs = -pairs
         metrics |= compare_items(pairs[:, 0], pairs[:, 1], margin=margin, noise_flips=floor)
-    except (RecordError, KeyError, TypeError, ValueError):
-        pass
     return record.model_copy(update={"metrics": metrics})

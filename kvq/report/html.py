@@ -1,7 +1,6 @@
 """`python -m kvq.report.html`: write the page of a results folder, with the figures drawn before; needs no model.
 
-One file that needs no network: tables, a plot of bits and quality, figures, and where its numbers come from. Text of
-records never becomes markup, script or a link.
+One file without network: tables, plot, figures, provenance. Text of records never becomes markup, script or a link.
 """
 
 from __future__ import annotations
@@ -13,7 +12,6 @@ if __name__ == "__main__":
 
 import argparse
 import base64
-import hashlib
 import json
 import re
 import struct
@@ -45,9 +43,6 @@ FIGURE_BYTES = 6 * 2**20
 """Most bytes of all figures on the page, those of the main model first; further figures are only named."""
 _MOST_TEXTS = 20
 """Tables whose texts the page shows."""
-# Limits of what the page has of a record, in characters of JSON and in metrics; the page names what it leaves out.
-LONGEST_PART = 32 * 1024
-MOST_METRICS = 200
 _MOST_COLUMNS = 8
 _OF_A_RUN = ("started", "wall_seconds", "peak_memory_bytes")
 _APART = {"key", "metrics", "config", "provenance"}
@@ -69,29 +64,21 @@ class EmbeddedFigure(NamedTuple):
     height: int
 
 
-class Written(NamedTuple):
-    """The page that was written, the runs on it, its size, and what was skipped, one line each."""
-
-    path: Path
-    runs: int
-    bytes: int
-    warnings: tuple[str, ...]
-
-
-def write_report(store: Store, out: Path) -> Written:
+def write_report(store: Store, out: Path) -> Path:
     """Write the page of a store to `out`, with the figures that were drawn into `figures/` of the results folder."""
     tables = build_tables(store)
     if not tables.tables:
         raise command.no_records(store)
     warnings = tuple(f"skipped {broken.path.name}: {broken.reason}" for broken in tables.broken)
+    for line in warnings:
+        print(printable(line), file=sys.stderr)
     try:
         main = main_model(row.record for table in tables.tables for row in table.rows)
         drawn = sorted((store.root / "figures").glob("*.png"), key=lambda path: (f"-{main}-" not in path.name, path))
-        content = render(tables, embed_figures(drawn), warnings).encode("utf-8")
-        write_file(out, content, durable=False)
+        write_file(out, render(tables, embed_figures(drawn), warnings).encode("utf-8"), durable=False)
     except OSError as error:
         raise RecordError(f"report: cannot write '{out}': {reason_of(error)}") from error
-    return Written(out, sum(len(table.rows) for table in tables.tables), len(content), warnings)
+    return out
 
 
 def embed_figures(paths: Sequence[Path], room: int = FIGURE_BYTES) -> list[EmbeddedFigure]:
@@ -99,31 +86,24 @@ def embed_figures(paths: Sequence[Path], room: int = FIGURE_BYTES) -> list[Embed
     found = []
     for path in paths:
         content = path.read_bytes()
-        if content.startswith(b"\x89PNG\r\n\x1a\n"):
-            uri = f"data:image/png;base64,{base64.b64encode(content).decode('ascii')}"
-            room -= len(uri)
-            title = re.sub(r"-[0-9a-f]{6,8}$", "", path.stem).replace("-", " · ")
-            size = struct.unpack(">II", content[16:24])
-            found.append(EmbeddedFigure(path.stem, title, uri if room >= 0 else None, *size))
+        uri = f"data:image/png;base64,{base64.b64encode(content).decode('ascii')}"
+        room -= len(uri)
+        title = re.sub(r"-[0-9a-f]{6,8}$", "", path.stem).replace("-", " · ")
+        size = struct.unpack(">II", content[16:24])
+        found.append(EmbeddedFigure(path.stem, title, uri if room >= 0 else None, *size))
     return found
 
 
 def render(tables: Tables, figures: Sequence[EmbeddedFigure] = (), warnings: Sequence[str] = ()) -> str:
-    """The page as text, the same for the same records.
-
-    Args:
-        tables: every table of a store; those of the main model are shown first.
-        figures: what `embed_figures` made.
-        warnings: lines about what was skipped.
-    """
-    records = [row.record for table in tables.tables for row in table.rows]
-    main = main_model(records)
+    """The page as text, tables of the main model first; `warnings`: lines about what was skipped."""
+    main = main_model(row.record for table in tables.tables for row in table.rows)
 
     def is_of_main(table: Table) -> bool:
         return bool(table.rows) and model_name(table.rows[0].record.model) == main
 
     tables = replace(tables, tables=tuple(sorted(tables.tables, key=is_of_main, reverse=True)))
-    stale = sum(row.stale for table in tables.tables for row in table.rows)
+    rows = [row for table in tables.tables for row in table.rows]
+    records = [row.record for row in rows]
     assets = resources.files("kvq.report").joinpath("page")
     style, template, *scripts = (
         assets.joinpath(name).read_text(encoding="utf-8") for name in ("page.css", "page.html.j2", *_SCRIPTS)
@@ -133,7 +113,6 @@ def render(tables: Tables, figures: Sequence[EmbeddedFigure] = (), warnings: Seq
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     environment.filters["shown"] = shown
     return environment.from_string(template).render(
-        policy=_content_policy(style, script),
         frontier_rule=FRONTIER_RULE,
         noise_rule=NOISE_RULE,
         style=Markup(style),
@@ -142,7 +121,7 @@ def render(tables: Tables, figures: Sequence[EmbeddedFigure] = (), warnings: Seq
         tables=tables.tables,
         texts=[table for table in tables.tables if table.texts is not None][:_MOST_TEXTS],
         largest=max(tables.tables, key=lambda table: (is_of_main(table), len(table.rows))),
-        summary=count_records(records, stale, len(tables.broken)),
+        summary=count_records(records, sum(row.stale for row in rows), len(tables.broken)),
         dates=days_of(records),
         hours=time_of(records),
         environments=environments_of(records),
@@ -151,42 +130,22 @@ def render(tables: Tables, figures: Sequence[EmbeddedFigure] = (), warnings: Seq
     )
 
 
-def _content_policy(style: str, script: str) -> str:
-    """The content security policy: the page fetches nothing and runs no other script or style than these."""
-    hashes = (base64.b64encode(hashlib.sha256(text.encode("utf-8")).digest()).decode() for text in (style, script))
-    own_style, own_script = (f"'sha256-{digest}'" for digest in hashes)
-    return (
-        f"default-src 'none'; style-src {own_style}; script-src {own_script}; img-src data:; base-uri 'none'; "
-        "form-action 'none'"
-    )
-
-
 def environments_of(records: Sequence[Record]) -> list[dict[str, Any]]:
     """A line of the page for each code, set of package versions and machine on which runs were measured, most first."""
-    groups: dict[tuple[Any, ...], list[Record]] = defaultdict(list)
+    groups: dict[tuple[tuple[str, str], ...], list[Record]] = defaultdict(list)
     for record in records:
         known = record.provenance
-        machine = (known.python, known.platform, known.cpu, known.device, known.threads)
-        groups[(known.git_commit, known.git_dirty, tuple(sorted(known.packages.items())), *machine)].append(record)
-    lines = []
-    for runs in sorted(groups.values(), key=lambda runs: (-len(runs), runs[0].key)):
-        known = runs[0].provenance
         changed = ", with changes" if known.git_dirty else ""
-        commit = "not from a checkout" if known.git_commit is None else known.git_commit[:12] + changed
         threads = "1 thread" if known.threads == 1 else f"{known.threads} threads"
-        packages = ", ".join(f"{name} {version}" for name, version in sorted(known.packages.items()))
-        lines.append(
-            {
-                "runs": len(runs),
-                "commit": shown(commit),
-                "versions": shown(packages, 1000),
-                "machine": shown(f"{known.device if known.device != 'cpu' else known.cpu}, {threads}"),
-                "system": shown(f"Python {known.python}, {known.platform}"),
-                "dates": days_of(runs),
-                "hours": time_of(runs),
-            }
-        )
-    return lines
+        texts = {
+            "commit": "not from a checkout" if known.git_commit is None else known.git_commit[:12] + changed,
+            "versions": ", ".join(f"{name} {version}" for name, version in sorted(known.packages.items())),
+            "machine": f"{known.device if known.device != 'cpu' else known.cpu}, {threads}",
+            "system": f"Python {known.python}, {known.platform}",
+        }
+        groups[tuple((name, shown(text, 1000)) for name, text in texts.items())].append(record)
+    ordered = sorted(groups.items(), key=lambda group: (-len(group[1]), group[1][0].key))
+    return [{"runs": len(runs), "dates": days_of(runs), "hours": time_of(runs), **dict(own)} for own, runs in ordered]
 
 
 def days_of(records: Sequence[Record]) -> str:
@@ -207,12 +166,10 @@ def time_of(records: Sequence[Record]) -> str:
 def count_records(records: Sequence[Record], stale: int, broken: int) -> list[tuple[str, str]]:
     """The page's counts, as (number, what it counts)."""
     status = Counter(record.status for record in records)
+    names = (("method", "method"), ("model", "model"), ("dataset", "data set"), ("task", "task"))
     counts = [
         (status["done"], "runs measured", "run measured"),
-        (len({record.method for record in records}), "methods", "method"),
-        (len({record.model for record in records}), "models", "model"),
-        (len({record.dataset for record in records}), "data sets", "data set"),
-        (len({record.task for record in records}), "tasks", "task"),
+        *((len({getattr(record, field) for record in records}), f"{name}s", name) for field, name in names),
         (status["failed"], "failed", "failed"),
         (status["unsupported"], "unsupported", "unsupported"),
         (stale, "stale", "stale"),
@@ -241,19 +198,16 @@ class ValuePool:
     """JSON values that many records share, each kept once and named by its index, in the order in which they came."""
 
     def __init__(self) -> None:
-        self.values: list[Any] = []
         self._places: dict[str, int] = {}
 
+    @property
+    def values(self) -> list[Any]:
+        """The values, each at its index."""
+        return [json.loads(text) for text in self._places]
+
     def add(self, value: Any) -> int:
-        """Add a JSON value and return its index; one longer than `LONGEST_PART` becomes a sentence that says so."""
-        text = json.dumps(value, sort_keys=True)
-        if len(text) > LONGEST_PART:
-            value = f"left out: {len(text) / 1024:.0f} KiB; the record has it"
-            text = json.dumps(value)
-        if text not in self._places:
-            self._places[text] = len(self.values)
-            self.values.append(value)
-        return self._places[text]
+        """Add a JSON value and return its index."""
+        return self._places.setdefault(json.dumps(value, sort_keys=True), len(self._places))
 
     def add_parts(self, value: Mapping[str, Any]) -> dict[str, int]:
         """Add the parts of a mapping and return their indices by name."""
@@ -261,37 +215,27 @@ class ValuePool:
 
 
 def payload(tables: Tables, main: str | None = None) -> dict[str, Any]:
-    """Everything the page's script reads, as JSON data.
-
-    `runs` have what rows show; `pool` the parts of their records, which `record` of a run names by index.
-    Protocols of the model `main` are marked as `main`.
-    """
+    """What the page's script reads: `runs` name parts of records by their index in `pool`; `main`: of that model."""
     rows = [(place, row) for place, table in enumerate(tables.tables) for row in table.rows]
     records, pool = [row.record for _, row in rows], ValuePool()
     tasks: dict[str, list[Record]] = defaultdict(list)
     for record in records:
         tasks[record.task].append(record)
     metrics = list_metrics(records)
-    kept = set(list(metrics)[:MOST_METRICS])
     return {
         "tasks": [
-            {"name": shown(task), "runs": len(runs), "columns": [name for name in _columns_of(runs) if name in kept]}
+            {"name": shown(task), "runs": len(runs), "columns": _columns_of(runs)}
             for task, runs in sorted(tasks.items(), key=lambda item: (-len(item[1]), item[0]))
         ],
         "metrics": {
             name: {**metric._asdict(), "title": shown(metric.title, 80), "short": shown(metric.short, 40)}
             for name, metric in metrics.items()
-            if name in kept
         },
         "methods": _methods_of(records),
         "protocols": [
-            {
-                "slug": table.slug,
-                "main": any(model_name(row.record.model) == main for row in table.rows),
-                "title": shown(table.title),
-                "words": shown(table.words),
-                "lines": [shown(line, 2000) for line in table.protocol],
-            }
+            {"slug": table.slug, "title": shown(table.title), "words": shown(table.words)}
+            | {"main": any(model_name(row.record.model) == main for row in table.rows)}
+            | {"lines": [shown(line, 2000) for line in table.protocol]}
             for table in tables.tables
         ],
         "runs": [_run_data(place, row, pool, metrics) for place, row in rows],
@@ -300,19 +244,15 @@ def payload(tables: Tables, main: str | None = None) -> dict[str, Any]:
 
 
 def _methods_of(records: Sequence[Record]) -> dict[str, Any]:
-    """Label, colour and paper of each method, those of most runs first.
-
-    A preset (`oscar/cr_only`) has its own label and the paper of the method that it is a preset of, `arxiv` of its
-    file; nothing but the number of an arXiv paper becomes a link.
-    """
+    """Label, colour and arXiv paper of each method, most runs first; a preset has the paper of its method."""
     presets = {choice.name: choice.read() for choice in plugins.all_choices() if choice.group == "method"}
     counts, found = Counter(record.method for record in records), {}
     for name in sorted(counts, key=lambda name: (-counts[name], name)):
         settings = {**presets.get(name.partition("/")[0], {}), **presets.get(name, {})}
-        label, number = settings.get("label"), settings.get("arxiv")
+        number = settings.get("arxiv")
         arxiv = number if isinstance(number, str) and _ARXIV.match(number) else None
         found[shown(name)] = {
-            "label": shown(label if isinstance(label, str) and label else name),
+            "label": shown(str(settings.get("label") or name)),
             "colour": colour_of(name),
             "arxiv": arxiv,
             "link": f"https://arxiv.org/abs/{arxiv}" if arxiv else None,
@@ -324,46 +264,29 @@ def _methods_of(records: Sequence[Record]) -> dict[str, Any]:
 def _run_data(place: int, row: Row, pool: ValuePool, metrics: Mapping[str, Metric]) -> dict[str, Any]:
     """A run of `payload` from its row; `place`: the index of its protocol; `pool` takes the parts of its record."""
     record = row.record
-    names = shown_metrics(record, metrics)[:MOST_METRICS]
+    names = shown_metrics(record, metrics)
     bits = by_bits(record.bits)[0]
     provenance = record.provenance.model_dump(mode="json", exclude_unset=True)  # as in the file
+    of_run = pool.add_parts({name: part for name, part in provenance.items() if name not in _OF_A_RUN})
     run: dict[str, Any] = {
-        "key": record.key,
-        "status": record.status,
-        "reason": shown(record.reason or "", 1000),
-        "task": shown(record.task),
-        "model": shown(model_name(record.model)),
-        "dataset": shown(record.dataset),
-        "method": shown(record.method),
-        "name": shown(row.name),
-        "bits": shown(row.bits),
-        "order": None if bits == float("inf") else bits,
-        "protocol": place,
-        "baseline": row.baseline,
-        "best": row.best,
-        "noise": row.within_noise,
-        "variant": row.variant,
-        "unquantized": row.unquantized,
-        "stale": row.stale,
-        "started": record.provenance.started.isoformat().replace("+00:00", "Z"),
-        "names": pool.add(names),
-        "values": [record.metrics[name] for name in names],
-        "record": {
-            "config": pool.add_parts(record.config),
-            "provenance": pool.add_parts({name: part for name, part in provenance.items() if name not in _OF_A_RUN}),
-            "own": {name: provenance[name] for name in _OF_A_RUN},
-            "fields": pool.add_parts(record.model_dump(mode="json", exclude=_APART, exclude_unset=True)),
-            "left_out": max(len(record.metrics) - MOST_METRICS, 0),
-        },
+        name: shown(getattr(record, name)) for name in ("key", "status", "task", "dataset", "method")
+    }
+    run |= {"model": shown(model_name(record.model)), "reason": shown(record.reason or "", 1000)}
+    run |= {"name": shown(row.name), "bits": shown(row.bits), "order": None if bits == float("inf") else bits}
+    run |= {name: getattr(row, name) for name in ("baseline", "best", "variant", "unquantized", "stale")}
+    run |= {"noise": row.within_noise, "started": record.provenance.started.isoformat().replace("+00:00", "Z")}
+    run |= {"protocol": place, "names": pool.add(names), "values": [record.metrics[name] for name in names]}
+    run["record"] = {
+        "config": pool.add_parts(record.config),
+        "provenance": of_run,
+        "own": {name: provenance[name] for name in _OF_A_RUN},
+        "fields": pool.add_parts(record.model_dump(mode="json", exclude=_APART, exclude_unset=True)),
     }
     return run | ({} if row.p_value is None else {"p": row.p_value})
 
 
 def list_metrics(records: Iterable[Record]) -> dict[str, Metric]:
-    """Every metric of the records by name: sizes and quality first, in their order, the others with their unit.
-
-    The unit is that of the first record; `shown_metrics` leaves out what others give in another.
-    """
+    """Every metric by name, with the first unit: sizes and quality first, in their order, then the others."""
     units: dict[str, str | None] = {}
     for record in records:
         for name in record.metrics:
@@ -388,13 +311,10 @@ def _columns_of(records: Iterable[Record]) -> list[str]:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command and return its exit status."""
     parser = command.parser_of("kvq.report.html", __doc__, "the page (default: report.html in the results folder)")
-    return command.run(parser.parse_args(arguments), _write)
 
+    def write(given: argparse.Namespace) -> int:
+        path = write_report(Store(given.results), given.out or given.results / "report.html")
+        print(f"{path} ({path.stat().st_size / 2**20:.1f} MiB)")
+        return 0
 
-def _write(given: argparse.Namespace) -> int:
-    """Write the page of the results folder that the command's options name; return the exit status."""
-    written = write_report(Store(given.results), given.out or given.results / "report.html")
-    for line in written.warnings:
-        print(printable(line), file=sys.stderr)
-    print(f"{written.path} ({written.runs} runs, {written.bytes / 2**20:.1f} MiB)")
-    return 0
+    return command.run(parser.parse_args(arguments), write)

@@ -1,8 +1,7 @@
 """The label of a run: its method's name with everything that departs from the preset of that name, in words.
 
-The record's settings are compared with the preset composed at the same bits. Where there is no preset of that name (one
-of a --config-dir that is not given), the label has the overrides of the record's command line. A method has one colour
-(`palette.yaml`) wherever it is drawn: figures, the page, Weights & Biases.
+Without such a preset (of a --config-dir that is not given) it has the overrides of the record's command line. A method
+has one colour (`palette.yaml`) wherever it is drawn: figures, the page, Weights & Biases.
 """
 
 from __future__ import annotations
@@ -29,10 +28,7 @@ ON_TEST_TEXT = "calibrated on the text under test"
 
 
 def labelled(store: Store, near: Collection[str] | None = None) -> tuple[list[Record], list[Broken]]:
-    """Read the records of a store, or those of the models and data sets of the runs `near`.
-
-    One whose settings no label can be made of counts as broken.
-    """
+    """Records of a store, or of the models and data sets of the runs `near`; without a label they are broken."""
     records, broken = store.scan(near)
     kept, odd = [], list(broken)
     for record in records:
@@ -130,10 +126,8 @@ def main_model(records: Iterable[Record]) -> str | None:
     records = list(records)
     counts = Counter(model_name(record.model) for record in records if record.task == "ppl" and record.status == "done")
     counts = counts or Counter(model_name(record.model) for record in records)
-    return next(
-        (name for name in PREFERRED if counts[name] >= FEWEST),
-        min(counts, key=lambda name: (-counts[name], name), default=None),
-    )
+    most = min(counts, key=lambda name: (-counts[name], name), default=None)
+    return next((name for name in PREFERRED if counts[name] >= FEWEST), most)
 
 
 _OWN = ("#E15759", "#4E79A7", "#F28E2B", "#76B7B2", "#59A14F", "#B07AA1", "#9C755F", "#86785F")
@@ -179,8 +173,6 @@ def engine_of(label: str) -> str | None:
 def colour_of(label: str) -> str:
     """The colour of a label's method, as #RRGGBB; it is readable on white and on a dark page."""
     method = method_of(label)
-    engines = dict(BY_ENGINE.values())
-    if (engine := engine_of(method)) in engines:
-        return engines[engine]
+    of_engine = dict(BY_ENGINE.values()).get(engine_of(method) or "")
     own = _OWN[zlib.crc32(method.encode()) % len(_OWN)]
-    return FIRST.get(method) or _PALETTE["others"].get(method, own)
+    return of_engine or FIRST.get(method) or _PALETTE["others"].get(method, own)

@@ -32,7 +32,6 @@ from kvq.errors import KvqError, RecordError, one_line, printable
 from kvq.report import command
 from kvq.report.labels import label, labelled, model_name, protocol, protocol_departures
 from kvq.results import Record, Store
-from kvq.results.files import loose_samples, read_samples
 from kvq.results.metrics import METRICS, metric_of
 from kvq.results.record import words_of
 
@@ -46,16 +45,9 @@ _IN_CONFIG = (
 
 
 def entry_of(record: Record, group: str | None = None) -> dict[str, Any]:
-    """What `wandb.init` is told of a run; the id follows from its key.
-
-    Args:
-        record: a finished run.
-        group: what it belongs to; None = the sweep whose command made it, where it was one.
-    """
-    fixed = "" if record.baseline_key is None else "fixed rate"
-    own = label(record)
-    name = " ".join(word for word in (own, record.bits or fixed) if word)
-    model, words = model_name(record.model), ", ".join(protocol_departures(record))
+    """What `wandb.init` is told of a run; the id follows from its key. `group`: None = the sweep that made it."""
+    own, model, words = label(record), model_name(record.model), ", ".join(protocol_departures(record))
+    name = f"{own} {record.bits or ('fixed rate' if record.baseline_key else '')}".strip()
     task = f"{record.task} ({words})" if words else record.task
     tags = filter(None, (own, record.method, model, record.dataset, record.status))
     return {
@@ -73,35 +65,25 @@ def entry_of(record: Record, group: str | None = None) -> dict[str, Any]:
 def sweep_of(command: str) -> str | None:
     """Name of the sweep that a command started, derived from the command; None for a single run."""
     words = words_of(command)[1:]
-    if not any(word in _MULTIRUN or word.startswith("+experiment=") for word in words):
-        return None
-    text = " ".join(word for word in words if word not in _MULTIRUN)
+    is_sweep = any(word in _MULTIRUN or word.startswith("+experiment=") for word in words)
+    text = " ".join(word for word in words if is_sweep and word not in _MULTIRUN)
     return re.sub(r"[/\\#?%:]", "-", text)[:128] or None
 
 
-def sample_table(rows: Sequence[Mapping[str, Any]], most: int) -> tuple[list[str], list[list[Any]]]:
-    """Columns and the first `most` rows of a run's samples; what is not a number or text is written as JSON."""
-
-    def plain(value: Any) -> Any:
-        return value if value is None or isinstance(value, str | int | float) else json.dumps(value)
-
-    kept = rows[:most]
-    columns = list(dict.fromkeys(name for row in kept for name in row))
-    return columns, [[plain(row.get(name)) for name in columns] for row in kept]
+def sample_table(rows: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[list[Any]]]:
+    """Columns and cells of a run's samples; what is not a number or text is written as JSON."""
+    columns = list(dict.fromkeys(name for row in rows for name in row))
+    cells = [[row.get(name) for name in columns] for row in rows]
+    return columns, [[v if isinstance(v, str | int | float | None) else json.dumps(v) for v in row] for row in cells]
 
 
 # Nothing of this machine or its checkout is sent besides the record.
 _NOTHING_ELSE = {
-    "silent": True,
+    **dict.fromkeys(("silent", "disable_git", "disable_job_creation"), True),
+    **dict.fromkeys(("x_disable_stats", "x_disable_meta", "x_disable_machine_info"), True),
+    **dict.fromkeys(("save_code", "x_save_requirements"), False),
     "console": "off",
-    "disable_git": True,
     "host": "",
-    "disable_job_creation": True,
-    "save_code": False,
-    "x_disable_stats": True,
-    "x_disable_meta": True,
-    "x_disable_machine_info": True,
-    "x_save_requirements": False,
 }
 
 
@@ -122,11 +104,7 @@ def _as_cannot_track(what: str = "") -> Iterator[None]:
 
 
 class Tracker:
-    """A project of Weights & Biases, to which records of a store are sent.
-
-    Raises:
-        CannotTrack: wandb is not installed, tracking is disabled, or nobody is logged in.
-    """
+    """A project of Weights & Biases, to which records of a store are sent; `CannotTrack`: it cannot be reached."""
 
     def __init__(self, settings: WandbLogger, store: Store) -> None:
         self._settings, self._store, self.folder = settings, store, store.root / "wandb"
@@ -147,14 +125,17 @@ class Tracker:
                 ways = "wandb login, or WANDB_API_KEY; WANDB_MODE=offline needs none"
                 raise CannotTrack(f"not logged in to Weights & Biases ({ways})")
 
+    def api(self) -> Any:
+        """The client's view of what the server has."""
+        return self._wandb.Api(timeout=self._settings.timeout)
+
     def present(self) -> set[str]:
         """Ids of the runs that the project has; offline of those that wait in the folder."""
         known = self._settings
         if known.mode is WandbMode.offline:
             return {path.name.rpartition("-")[2] for path in self.folder.glob("offline-run-*")}
         with _as_cannot_track(), suppress(ValueError):  # no such project yet
-            api = self._wandb.Api(timeout=known.timeout)
-            return {run.id for run in api.runs(f"{known.entity or api.default_entity}/{known.project}")}
+            return {run.id for run in self.api().runs(f"{known.entity or self.api().default_entity}/{known.project}")}
         return set()
 
     def push(self, record: Record) -> None:
@@ -176,12 +157,11 @@ class Tracker:
             try:
                 run.summary.update(dict(record.metrics))
                 self._log_media(run, record)
-                run.log_artifact(self._pack_files(record))
             finally:
                 run.finish(exit_code=1 if record.status == "failed" else 0)
 
     def _log_media(self, run: Any, record: Record) -> None:
-        """Send the table of samples and the run's figures, all in one step."""
+        """Send the table of the first samples and the run's figures, all in one step."""
         from PIL import Image
 
         from kvq.report.figures.drawing import image_of
@@ -189,7 +169,7 @@ class Tracker:
 
         media: dict[str, Any] = {}
         with suppress(RecordError):  # the numbers are sent without them
-            columns, rows = sample_table(self._store.samples(record.key), self._settings.samples)
+            columns, rows = sample_table(self._store.samples(record.key)[: self._settings.samples])
             if rows:
                 media["samples"] = self._wandb.Table(columns=columns, data=rows, allow_mixed_types=True)
         for name, figure in run_figures(record, self._store):
@@ -197,24 +177,9 @@ class Tracker:
         if media:
             run.log(media)
 
-    def _pack_files(self, record: Record) -> Any:
-        """Make an artifact of W&B from the files of a record, as they lie under `runs/`."""
-        artifact = self._wandb.Artifact(f"record-{record.key[:32]}", type="record", metadata={"key": record.key})
-        path = self._store.record_path(record.key)
-        artifact.add_file(str(path), name=path.name)
-        samples = loose_samples(path)
-        with suppress(OSError):  # the record is sent without them
-            content = read_samples(samples)
-            with artifact.new_file(samples.name, "wb") as file:
-                file.write(content)
-        return artifact
-
 
 def _sections_of(records: Iterable[Record]) -> dict[str, list[str]]:
-    """Sections by their names, such as `NSNQuant: perplexity`, each with the metrics that have a panel.
-
-    A paper's runs of a task are those of its method and of its variants; a section without records is left out.
-    """
+    """Sections by name (`NSNQuant: perplexity`): metrics with a panel, of a paper's method and its variants."""
     metrics: dict[tuple[str, str], set[str]] = defaultdict(set)
     for record in records:
         metrics[record.method.partition("/")[0], record.task].update(record.metrics)
@@ -235,9 +200,10 @@ def workspace_of(settings: WandbLogger, entity: str, records: Iterable[Record] =
     except ImportError as error:
         raise CannotTrack("wandb-workspaces is not installed (pip install -e '.[wandb]')") from error
     summary, config = panels.SummaryMetric, panels.Config
+    against, bits = "against effective bits", summary("effective_bits")
     plots: list[Any] = [
-        panels.ScatterPlot(title=f"{title} against effective bits", x=summary("effective_bits"), y=summary(name))
-        for name, title in ((name, METRICS[name].title) for name in VIEW["quality"])
+        panels.ScatterPlot(title=f"{METRICS[name].title} {against}", x=bits, y=summary(name))
+        for name in VIEW["quality"]
     ]
     bars: dict[str, list[Any]] = {
         section: [panels.BarPlot(title=metric_of(name).title, metrics=[panels.Metric(name)]) for name in names]
@@ -264,26 +230,13 @@ def workspace_of(settings: WandbLogger, entity: str, records: Iterable[Record] =
     )
 
 
-def save_workspace(settings: WandbLogger, records: Iterable[Record]) -> str:
-    """Save the view of records in the project and return its address."""
-    with _as_cannot_track("workspace: "):
-        import wandb
-
-        entity = settings.entity or wandb.Api(timeout=settings.timeout).default_entity
-        saved = workspace_of(settings, str(entity), records).save()
-    return str(saved.url)
-
-
 _given_up: set[str] = set()
 _sent: set[str] = set()
 """Keys of the records that this process has sent."""
 
 
 def track(settings: Logger | None, store: Store, record: Record) -> None:
-    """Show a run, and the full-precision run it is paired with, where `settings` say.
-
-    It raises nothing and asks nothing. After the first error, one line is printed and this process sends nothing more.
-    """
+    """Show a run and its full precision where `settings` say; after the first error, one line and nothing more."""
     if not isinstance(settings, WandbLogger) or settings.mode is WandbMode.disabled or _given_up:
         return
     try:
@@ -329,5 +282,7 @@ def _sync(given: argparse.Namespace) -> int:
     there, failed = len(finished) - len(wanted), len(records) - len(finished)
     print(f"{len(wanted)} sent, {there} there already, {failed} failed and left out")
     if given.workspace:
-        print(save_workspace(settings, finished))
+        with _as_cannot_track("workspace: "):
+            account = settings.entity or tracker.api().default_entity
+            print(workspace_of(settings, str(account), finished).save().url)
     return 0

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 
 import kvq.data.rows
 from kvq.config import DatasetConfig, Loader
-from kvq.data import load_tokens
 from kvq.data.embedded import load_corpus
 from kvq.data.rows import read_joined_text
+from kvq.data.text import load_tokens
 from kvq.errors import ConfigError, DataError
 from tests.data.byte_tokenizer import byte_tokenizer
 

@@ -10,18 +10,7 @@ from typing import Any
 import pandas as pd
 from matplotlib.figure import Figure
 
-from kvq.report.figures.drawing import (
-    Line,
-    colour,
-    dress,
-    handle,
-    legend_below,
-    lines_of,
-    name_rows,
-    panels,
-    register_figure,
-    scale_by_two,
-)
+from kvq.report.figures import drawing as draw
 from kvq.report.figures.error import labelled_rows
 from kvq.report.labels import named
 from kvq.results import Record, Store
@@ -35,21 +24,18 @@ _RATES = {"peak_bytes": "peak memory above the weights (GiB)", "tokens_per_secon
 _PEAKS = ("prefill_peak_bytes", "decode_peak_bytes")
 
 
-@register_figure(
+@draw.register_figure(
     "memory", "Bytes of the cache: {model}", functools.partial(labelled_rows, kind="bytes"), of="all", task="memory"
 )
 def memory_figure(table: pd.DataFrame) -> Figure:
-    """Left: bits per element by part at the longest length stored; right: compression by length.
-
-    The table has a line per run, length and side: bytes by part, in fp16, and whether they were stored (`measured`).
-    """
-    looks = lines_of(list(dict.fromkeys(table["method"])))
-    made, axes = panels(2, 1.4 + 0.3 * max(len(looks), 5), 1, 2, width_ratios=(1, 1.2))
+    """Left: bits per element by part at the longest length stored; right: compression by length."""
+    looks = draw.lines_of(list(dict.fromkeys(table["method"])))
+    made, axes = draw.panels(2, 1.4 + 0.3 * max(len(looks), 5), 1, 2, width_ratios=(1, 1.2))
     legend: dict[str, Any] = {"loc": "upper left", "bbox_to_anchor": (-0.05, -0.2), "columnspacing": 1}
     _draw_parts(axes[0], table)
     axes[0].legend(ncols=3, handlelength=1, **legend)
     _draw_compression(axes[1], table, looks)
-    handles = [handle(method, **look._asdict(), markersize=4) for method, look in looks.items()]
+    handles: list[Any] = [draw.handle(method, **look._asdict(), markersize=4) for method, look in looks.items()]
     axes[1].legend(handles=handles + axes[1].get_legend_handles_labels()[0], ncols=2, **legend)
     return made
 
@@ -63,12 +49,12 @@ def _draw_parts(axis: Any, table: pd.DataFrame) -> None:
     left = bits.cumsum(axis=1) - bits
     for index, part in enumerate(PARTS):
         if bits[part].any():
-            axis.barh(range(len(here)), bits[part], 0.7, left=left[part], color=colour(index), label=part)
-    name_rows(axis, list(here.index))
+            axis.barh(range(len(here)), bits[part], 0.7, left=left[part], color=draw.colour(index), label=part)
+    draw.name_rows(axis, list(here.index))
     axis.set_xlabel(f"bits per element at {length:,} tokens")
 
 
-def _draw_compression(axis: Any, table: pd.DataFrame, looks: Mapping[str, Line]) -> None:
+def _draw_compression(axis: Any, table: pd.DataFrame, looks: Mapping[str, draw.Line]) -> None:
     """Lines of compression against fp16 by length, one for each method, and the compression that papers print."""
     names = ["method", "tokens", "measured"]
     lines = table.groupby(names, sort=False)[["total", "residual", "fp16"]].sum().reset_index()
@@ -83,16 +69,13 @@ def _draw_compression(axis: Any, table: pd.DataFrame, looks: Mapping[str, Line])
     for (name, value), dashes in zip(PAPERS, ("--", ":"), strict=True):
         axis.axhline(value, color="black", linestyle=dashes, linewidth=0.8, label=f"published: {name}, {value}x")
     ticks = sorted(table["tokens"].unique())
-    scale_by_two(axis, ticks, [f"{tick // 1024}K" if tick % 1024 == 0 else str(tick) for tick in ticks])
+    draw.scale_by_two(axis, ticks, [f"{tick // 1024}K" if tick % 1024 == 0 else str(tick) for tick in ticks])
     axis.set_ylim(bottom=0)
-    dress(axis, "context (tokens; hollow: from the layout)", "compression against fp16 (x)", grid="both")
+    draw.dress(axis, "context (tokens; hollow: from the layout)", "compression against fp16 (x)", grid="both")
 
 
 def throughput_table(records: Sequence[Record], store: Store) -> pd.DataFrame:
-    """One line per subject and batch that fits: medians of tokens per second and of the peak in bytes (None: unknown).
-
-    References are those timed beside the first run. `fits` is false, without numbers, for the first batch that did not.
-    """
+    """Medians of rate and peak (None: unknown) per subject and batch; `fits`: false for the first that did not."""
     lines: list[dict[str, Any]] = []
     for index, record in enumerate(records):
         rows, tokens = store.samples_of(record), record.config["task"]["new_tokens"]
@@ -118,44 +101,38 @@ def _rates_of(rows: Sequence[dict[str, Any]], tokens: int) -> dict[str, Any]:
     return {"fits": True, "tokens_per_second": statistics.median(rates), "peak_bytes": peak}
 
 
-@register_figure(
+@draw.register_figure(
     "throughput", "Throughput and memory by batch: {model} on {machine}", throughput_table, of="all", task="throughput"
 )
 def throughput_figure(table: pd.DataFrame) -> Figure:
-    """Peak memory above the weights and tokens per second, by batch; a cross: the first batch that does not fit.
-
-    As NSNQuant's figures 4 and 8 draw them; runs that were measured at only one batch are bars.
-    """
-    return _draw_bars(table) if table["batch"].nunique() == 1 else _draw_by_batch(table)
-
-
-def _draw_by_batch(table: pd.DataFrame) -> Figure:
-    """Lines over batches, one for each method: peak memory on the left, tokens per second on the right."""
-    made, (peaks, rates) = panels(2, 3, 1, 2)
-    for method, look in lines_of(list(dict.fromkeys(table["method"]))).items():
+    """Peak memory and tokens per second by batch (NSNQuant, Figures 4 and 8); cross: does not fit; one batch: bars."""
+    batches = sorted(table["batch"].unique())
+    if len(batches) == 1:
+        return _draw_bars(table)
+    made, (peaks, rates) = draw.panels(2, 3, 1, 2)
+    for method, look in draw.lines_of(list(dict.fromkeys(table["method"]))).items():
         part = table[table["method"] == method].sort_values("batch")
         fits = part[part["fits"]]
         rates.plot(fits["batch"], fits["tokens_per_second"], **look._asdict(), label=method)
         peaks.plot(fits["batch"], fits["peak_bytes"].astype(float) / _GIB, **look._asdict())
         for batch in part["batch"][~part["fits"].astype(bool)][:1]:
             rates.plot([batch], [0], "x", color=look.color, clip_on=False)
-    batches = sorted(table["batch"].unique())
     for axis, words in zip((peaks, rates), _RATES.values(), strict=True):
-        scale_by_two(axis, batches, [str(batch) for batch in batches])
+        draw.scale_by_two(axis, batches, [str(batch) for batch in batches])
         axis.set_ylim(bottom=0)
-        dress(axis, "requests at once", words, grid="both")
-    legend_below(made, rates, 3)
+        draw.dress(axis, "requests at once", words, grid="both")
+    draw.legend_below(made, rates, 3)
     return made
 
 
 def _draw_bars(table: pd.DataFrame) -> Figure:
     """A bar for each run; none where it does not fit."""
     table = table.drop_duplicates("method")  # of two runs with one label, the first
-    looks = lines_of(list(table["method"]))
-    made, axes = panels(2, 0.7 + 0.2 * len(looks), 1, 2, sharey=True)
+    looks = draw.lines_of(list(table["method"]))
+    made, axes = draw.panels(2, 0.7 + 0.2 * len(looks), 1, 2, sharey=True)
     for axis, (column, words) in zip(axes, _RATES.items(), strict=True):
         values = table.set_index("method")[column].astype(float) / (_GIB if column == "peak_bytes" else 1)
         axis.barh(range(len(looks)), [values[name] for name in looks], color=[look.color for look in looks.values()])
-        dress(axis, f"{words}, {table['batch'].iloc[0]} requests at once", grid="x")
-    name_rows(axes[0], list(looks))
+        draw.dress(axis, f"{words}, {table['batch'].iloc[0]} requests at once", grid="x")
+    draw.name_rows(axes[0], list(looks))
     return made

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
@@ -12,21 +13,7 @@ import pandas as pd
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullFormatter
 
-from kvq.report.figures.drawing import (
-    GREY,
-    colour,
-    draw_heat,
-    draw_level,
-    draw_points,
-    draw_ranges,
-    dress,
-    evenly_spread,
-    legend_below,
-    marker,
-    multiples,
-    panels,
-    register_figure,
-)
+from kvq.report.figures import drawing as draw
 from kvq.report.figures.error import rows_of
 from kvq.report.labels import model_name
 from kvq.results import Record, Store, run_key
@@ -41,16 +28,14 @@ _BY_LAYER = (
     *("channel deviation, 5% to 95%", "variance of rotated channels"),
     *("mean |correlation| in groups of 8", "cosine to the nearest codewords"),
 )
-_figure_of_run = functools.partial(register_figure, of="first", task="distribution")
+_figure_of_run = functools.partial(draw.register_figure, of="first", task="distribution")
 
 
 def closeness_table(record: Record, _: Store | None = None) -> pd.DataFrame:
     """Table 1 of NSNQuant from a run's metrics: KL in nats by step, side and rotation, and the oracle."""
     lines = [
-        {"side": side, "step": step, "hadamard": rotated, "kl": record.metrics[f"kl_{side}_{step}{suffix}"]}
-        for side in SIDES
-        for step in STEPS
-        for rotated, suffix in ((True, "_hadamard"), (False, ""))
+        {"side": side, "step": step, "hadamard": bool(end), "kl": record.metrics[f"kl_{side}_{step}{end}"]}
+        for side, step, end in itertools.product(SIDES, STEPS, ("_hadamard", ""))
     ]
     return pd.DataFrame([*lines, {"side": "oracle", "step": "", "hadamard": False, "kl": record.metrics["kl_oracle"]}])
 
@@ -59,11 +44,11 @@ def closeness_table(record: Record, _: Store | None = None) -> pd.DataFrame:
 def closeness_figure(table: pd.DataFrame) -> Figure:
     """Bars on a logarithmic scale, the oracle as a line."""
     places = {(side, step): i + 3.6 * j for j, side in enumerate(SIDES) for i, step in enumerate(STEPS)}
-    made, axis = panels(1, 2.4)
+    made, axis = draw.panels(1, 2.4)
     for (side, step), place in places.items():
         for index, name in enumerate(("without", "with Hadamard")):
             here = (table["side"] == side) & (table["step"] == step) & (table["hadamard"] == bool(index))
-            look: dict[str, Any] = {"color": colour(index), "label": None if place else name}
+            look: dict[str, Any] = {"color": draw.colour(index), "label": None if place else name}
             axis.bar(place + 0.4 * index - 0.2, table["kl"][here], 0.38, **look)
     oracle = float(table[table["side"] == "oracle"]["kl"].iloc[0])
     axis.axhline(oracle, color="black", linestyle="--", linewidth=0.8, label=f"oracle {oracle:.4f}")
@@ -73,16 +58,13 @@ def closeness_figure(table: pd.DataFrame) -> Figure:
     axis.yaxis.set_minor_formatter(NullFormatter())
     names = [f"{step}\n{side}s" if step == "NS" else f"{step}\n" for side, step in places]
     axis.set_xticks(list(places.values()), names)
-    legend_below(made, axis, 3, columnspacing=1)
-    dress(axis, y="mean KL to N(0, 1) (nats)")
+    draw.legend_below(made, axis, 3, columnspacing=1)
+    draw.dress(axis, y="mean KL to N(0, 1) (nats)")
     return made
 
 
 def layers_table(record: Record, store: Store) -> pd.DataFrame:
-    """Per side and layer: deviations of channels, Lemma 1's range and the measured one, correlation, cosines.
-
-    Beside the cosines those of synthetic vectors, equal in all layers.
-    """
+    """Per side and layer: deviations, Lemma 1's range and the measured one, correlation, cosines, synthetic too."""
     kinds = {kind: rows_of(record, store, kind) for kind in ("lemma", "correlation", "moments", "vq")}
     places = {kind: dict(list(rows.groupby(["side", "layer"]))) for kind, rows in kinds.items()}
     synthetic = rows_of(record, store, "synthetic")
@@ -114,21 +96,23 @@ def layers_table(record: Record, store: Store) -> pd.DataFrame:
 )
 def layers_figure(table: pd.DataFrame) -> Figure:
     """By layer: channel deviations, rotated variances and Lemma 1's range, correlation in groups, cosines."""
-    made, axes = panels(2, 4.8, 2, 2)
+    made, axes = draw.panels(2, 4.8, 2, 2)
     for index, side in enumerate(SIDES):
         part = table[table["side"] == side]
         places = part["layer"] + 0.12 * (2 * index - 1)
         for stage, aside, alpha in (("NSN", 0, 0.4), ("NSN+Hadamard", 0.1, 1.0)):
             low, high = part[f"deviation {stage} 5%"], part[f"deviation {stage} 95%"]
-            draw_ranges(axes[0, 0], places + aside, low, high, index, 3, f"{side}s, {stage}", alpha=alpha)
+            draw.draw_ranges(axes[0, 0], places + aside, low, high, index, 3, f"{side}s, {stage}", alpha=alpha)
         low, words = part["low"].clip(lower=0), f"{side}s: range of Lemma 1"
-        draw_ranges(axes[0, 1], places, low, part["high"], index, 4, words, alpha=0.35)
-        draw_ranges(axes[0, 1], places, part["variance_min"], part["variance_max"], index, 1.5, f"{side}s: measured")
-        look: Any = {"color": colour(index), "marker": marker(index), "label": f"{side}s"}
+        draw.draw_ranges(axes[0, 1], places, low, part["high"], index, 4, words, alpha=0.35)
+        draw.draw_ranges(
+            axes[0, 1], places, part["variance_min"], part["variance_max"], index, 1.5, f"{side}s: measured"
+        )
+        look: Any = {"color": draw.colour(index), "marker": draw.marker(index), "label": f"{side}s"}
         axes[1, 0].plot(part["layer"], part["correlation"], **look)
     _draw_cosines(axes[1, 1], table)
     for axis, text in zip(axes.flat, _BY_LAYER, strict=True):
-        dress(axis, "layer", text, grid="both", whole=True)
+        draw.dress(axis, "layer", text, grid="both", whole=True)
         low, high = axis.get_ylim()
         axis.set_ylim(low, high + 0.45 * (high - low))
         axis.legend(loc="upper center", ncols=2, columnspacing=0.8, handlelength=1.2)
@@ -143,17 +127,13 @@ def _draw_cosines(axis: Any, table: pd.DataFrame) -> None:
         for side, line in (("key", "-"), ("value", ":")):
             part = table[table["side"] == side]
             text = name.removeprefix("cosine ") if side == "key" else None
-            axis.plot(part["layer"], part[name], line, marker=marker(index), color=colour(index), label=text)
+            axis.plot(part["layer"], part[name], line, marker=draw.marker(index), color=draw.colour(index), label=text)
         if (drawn := name.replace("cosine", "synthetic", 1)) in table:
-            axis.axhline(table[drawn].iloc[0], color=colour(index), linewidth=0.6, linestyle="--")
+            axis.axhline(table[drawn].iloc[0], color=draw.colour(index), linewidth=0.6, linestyle="--")
 
 
 def embedding_table(kept: Sequence[pd.DataFrame]) -> pd.DataFrame:
-    """t-SNE in two dimensions of the tokens of several corpora, keys and values apart, where there are enough.
-
-    Keys before RoPE, nothing normalized or rotated (NSNQuant, appendix G.2); one head of one layer. On one thread: the
-    places depend on how many there are, and for some hundred tokens more of them are slower.
-    """
+    """t-SNE of corpora's tokens by side, keys before RoPE (NSNQuant, appendix G.2); on one thread, to repeat."""
     from sklearn.manifold import TSNE
     from threadpoolctl import threadpool_limits
 
@@ -183,15 +163,15 @@ def embed_tokens(records: Sequence[Record], store: Store) -> dict[tuple[str, str
     }
 
 
-@register_figure("distribution-tsne-{name}", "Tokens of {what}, one head", embed_tokens, of="records")
+@draw.register_figure("distribution-tsne-{name}", "Tokens of {what}, one head", embed_tokens, of="records")
 def embedding_figure(table: pd.DataFrame) -> Figure:
     """t-SNE of tokens, keys and values side by side, a point for each token and a colour for each corpus."""
-    made, axes = panels(2, 2.9, 1, 2)
+    made, axes = draw.panels(2, 2.9, 1, 2)
     for axis, side in zip(axes, SIDES, strict=True):
         for index, (dataset, part) in enumerate(table[table["side"] == side].groupby("dataset", sort=True)):
-            draw_points(axis, part["x"], part["y"], index, str(dataset), s=6)
-        dress(axis, "t-SNE 1 (arbitrary unit)", "t-SNE 2 (arbitrary unit)", title=f"{side}s")
-    legend_below(made, axes[0], 4, markerscale=2)
+            draw.draw_points(axis, part["x"], part["y"], index, str(dataset), s=6)
+        draw.dress(axis, "t-SNE 1 (arbitrary unit)", "t-SNE 2 (arbitrary unit)", title=f"{side}s")
+    draw.legend_below(made, axes[0], 4, markerscale=2)
     return made
 
 
@@ -204,18 +184,18 @@ def covariances_table(record: Record, store: Store) -> pd.DataFrame:
 @_figure_of_run("distribution-covariances", "Covariances of channels behind NSN: {where}", covariances_table)
 def covariances_figure(table: pd.DataFrame) -> Figure:
     """The norm by layer, mean over heads (NSNQuant, Figure 6), and the range of covariances by head (its Figure 7)."""
-    made, (norms, spans) = panels(2, 2.6, 1, 2)
+    made, (norms, spans) = draw.panels(2, 2.6, 1, 2)
     for index, side in enumerate(SIDES):
         part = table[table["side"] == side].sort_values(["layer", "head"])
         means = part.groupby("layer")["gamma"].mean()
-        norms.plot(means.index, means, color=colour(index), marker=marker(index), label=f"{side}s")
+        norms.plot(means.index, means, color=draw.colour(index), marker=draw.marker(index), label=f"{side}s")
         heads = part["head"].max() + 1
         places = part["layer"] + part["head"] / heads + (index - 0.5) * 0.3 / heads
-        draw_ranges(spans, places, part["covariance_min"], part["covariance_max"], index, 3, f"{side}s")
+        draw.draw_ranges(spans, places, part["covariance_min"], part["covariance_max"], index, 3, f"{side}s")
     norms.set_ylim(bottom=0)
     spans.axhline(0, color="black", linewidth=0.6)
-    dress(norms, "layer (mean over heads)", "Frobenius norm off the diagonal", grid="both", whole=True)
-    dress(spans, "layer (a bar for each head)", "least to largest covariance", grid="both", whole=True)
+    draw.dress(norms, "layer (mean over heads)", "Frobenius norm off the diagonal", grid="both", whole=True)
+    draw.dress(spans, "layer (a bar for each head)", "least to largest covariance", grid="both", whole=True)
     norms.legend(loc="best")
     spans.legend(loc="best")
     return made
@@ -229,27 +209,21 @@ def _explode_channels(rows: pd.DataFrame, names: list[str], quantities: list[str
 
 
 def ranges_table(record: Record, store: Store) -> pd.DataFrame:
-    """Per side, head and channel of the first layer, after NSN: its least and largest covariance with other channels.
-
-    Empty where the run kept none (`task.channel_ranges`).
-    """
+    """Least and largest covariance with others per side, head and channel of the first layer; empty: not kept."""
     rows = rows_of(record, store, "ranges")
     return rows if rows.empty else _explode_channels(rows, ["side", "layer", "head"], ["lowest", "highest"])
 
 
 @_figure_of_run("distribution-ranges", "Covariances by channel behind NSN, layer {layer}: {where}", ranges_table)
 def ranges_figure(table: pd.DataFrame) -> Figure:
-    """Range of each channel's covariances with the others, head after head: keys above, values below.
-
-    As NSNQuant's Figure 7 draws them.
-    """
-    made, axes = panels(2, 3.2, 2, 1, sharex=True, sharey=True)
+    """Range of each channel's covariances, head after head: keys above, values below (NSNQuant's Figure 7)."""
+    made, axes = draw.panels(2, 3.2, 2, 1, sharex=True, sharey=True)
     channels = int(table["channel"].max()) + 1
     for index, (axis, side) in enumerate(zip(axes, SIDES, strict=True)):
         part = table[table["side"] == side]
-        draw_ranges(axis, part["head"] * channels + part["channel"], part["lowest"], part["highest"], index, 0.8)
+        draw.draw_ranges(axis, part["head"] * channels + part["channel"], part["lowest"], part["highest"], index, 0.8)
         for head in range(1, int(table["head"].max()) + 1):
-            axis.axvline(head * channels - 0.5, color=GREY, linewidth=0.6, linestyle="--")
+            axis.axvline(head * channels - 0.5, color=draw.GREY, linewidth=0.6, linestyle="--")
         axis.axhline(0, color="black", linewidth=0.6)
         axis.set_ylabel(f"{side}s: least to\nlargest covariance")
     axes[-1].set_xlabel("channel, head after head")
@@ -265,7 +239,7 @@ def moments_table(record: Record, store: Store) -> pd.DataFrame:
 
 def rotated_channels(table: pd.DataFrame) -> pd.DataFrame:
     """The channels after NSN and the Hadamard rotation, in some layers."""
-    layers = evenly_spread(sorted(table["layer"].unique()), _LAYERS)
+    layers = draw.evenly_spread(sorted(table["layer"].unique()), _LAYERS)
     return table[(table["stage"] == STAGES[-1]) & table["layer"].isin(layers)].reset_index(drop=True)
 
 
@@ -279,15 +253,15 @@ def scatter_figure(table: pd.DataFrame) -> Figure:
     sides = {side: f"{side}s: deviation" for side in SIDES}
     layers = {layer: f"layer {layer}" for layer in sorted(table["layer"].unique())}
     pairs = (("side", sides), ("layer", layers))
-    made, axes, parts = multiples(3.4, table, *pairs, "mean of a channel", sharex=True, sharey=True)
+    made, axes, parts = draw.multiples(3.4, table, *pairs, "mean of a channel", sharex=True, sharey=True)
     for axis, _, _, here in parts:
-        draw_level(axis, 1)
-        axis.axvline(0, color=GREY, linewidth=0.6)
+        draw.draw_level(axis, 1)
+        axis.axvline(0, color=draw.GREY, linewidth=0.6)
         for head, part in here.groupby("head"):
-            draw_points(axis, part["mean"], part["deviation"], head, f"head {head}", s=5, rasterized=True)
-        dress(axis, grid="both")
+            draw.draw_points(axis, part["mean"], part["deviation"], head, f"head {head}", s=5, rasterized=True)
+        draw.dress(axis, grid="both")
     if table["head"].nunique() <= 8:
-        legend_below(made, axes[0, 0], 8, markerscale=2)
+        draw.legend_below(made, axes[0, 0], 8, markerscale=2)
     return made
 
 
@@ -302,9 +276,9 @@ def steps_figure(table: pd.DataFrame) -> Figure:
     """Mean ± deviation of each channel as it comes, after NSN, and rotated (what NSNQuant's Figure 3 illustrates)."""
     sides = {side: f"{side}s:\nmean ± deviation" for side in SIDES}
     stages = dict(zip(STAGES, ("as they come", "behind NSN", "behind NSN and Hadamard"), strict=True))
-    made, _, parts = multiples(3.4, table, ("side", sides), ("stage", stages), "channel", sharex=True)
+    made, _, parts = draw.multiples(3.4, table, ("side", sides), ("stage", stages), "channel", sharex=True)
     for axis, side, stage, here in parts:
-        part, hue = here.sort_values("channel"), colour(SIDES.index(side))
+        part, hue = here.sort_values("channel"), draw.colour(SIDES.index(side))
         low, high = part["mean"] - part["deviation"], part["mean"] + part["deviation"]
         axis.fill_between(part["channel"], low, high, step="mid", color=hue, alpha=0.5, linewidth=0)
         axis.step(part["channel"], part["mean"], where="mid", color=hue, linewidth=0.8)
@@ -315,13 +289,12 @@ def steps_figure(table: pd.DataFrame) -> Figure:
 
 def magnitudes_table(record: Record, store: Store) -> pd.DataFrame:
     """A line per side and kept token, a column per channel: magnitudes; keys before RoPE, of one head of one layer."""
-    rows = rows_of(record, store, "vector")
-    parts = []
+    rows, parts = rows_of(record, store, "vector"), []
+    if rows.empty:
+        return rows
     for side in SIDES:
-        part = rows[rows["side"] == side] if not rows.empty else rows
-        if part.empty:
-            return pd.DataFrame()
-        part = part.iloc[evenly_spread(list(range(len(part))), _TOKENS)]
+        part = rows[rows["side"] == side]
+        part = part.iloc[draw.evenly_spread(list(range(len(part))), _TOKENS)]
         values = np.abs(np.array(part["values"].tolist(), dtype=np.float64))
         columns = pd.DataFrame(values, columns=[f"channel {index}" for index in range(values.shape[1])]).round(3)
         parts.append(pd.concat([part[["side", "layer", "position"]].reset_index(drop=True), columns], axis=1))
@@ -331,12 +304,12 @@ def magnitudes_table(record: Record, store: Store) -> pd.DataFrame:
 @_figure_of_run("distribution-magnitudes", "Magnitudes, layer {layer}, head 0: {where}", magnitudes_table)
 def magnitudes_figure(table: pd.DataFrame) -> Figure:
     """Keys and values as images, tokens over channels, each on its own scale (OScaR, Figure 2)."""
-    made, axes = panels(2, 2.8, 1, 2)
+    made, axes = draw.panels(2, 2.8, 1, 2)
     for axis, side in zip(axes, SIDES, strict=True):
         part = table[table["side"] == side]
-        image = draw_heat(axis, part.filter(like="channel "), cmap="viridis", interpolation="nearest", vmin=0)
+        image = draw.draw_heat(axis, part.filter(like="channel "), cmap="viridis", interpolation="nearest", vmin=0)
         made.colorbar(image, ax=axis, label=f"|{side}|")
-        ticks = evenly_spread(list(range(len(part))), 5)
+        ticks = draw.evenly_spread(list(range(len(part))), 5)
         axis.set_yticks(ticks, [str(part["position"].iloc[tick]) for tick in ticks])
-        dress(axis, "channel", "position (token)", title=f"{side}s{', before RoPE' if side == 'key' else ''}")
+        draw.dress(axis, "channel", "position (token)", title=f"{side}s{', before RoPE' if side == 'key' else ''}")
     return made

@@ -1,7 +1,4 @@
-"""What figures are made of: one look for all, kinds of figures that `register_figure` names, their files, an index.
-
-And what they share: grids of panels, the words of axes, legends, lines and ranges, heat maps.
-"""
+"""What figures are made of: their look, kinds that `register_figure` names, files, an index, shared parts."""
 
 from __future__ import annotations
 
@@ -12,8 +9,8 @@ import math
 import re
 import textwrap
 import warnings
-from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -74,24 +71,16 @@ class Line(NamedTuple):
 
 
 def lines_of(labels: Iterable[str]) -> dict[str, Line]:
-    """A look for each label, by name; variants and bits of a method (`nsn`, `nsn/arm_a`, `nsn 2`) share its colour.
-
-    A method has its colour in every figure, on the page and in W&B; one that the palette does not know has one of a
-    few others, and where two of a figure fall on the same, other dashes.
-    """
+    """A look for each label: a method's variants and bits share its colour; if two have the same, other dashes."""
     names = sorted(set(labels))
-    dashes: dict[str, int] = {}
-    for method in sorted({method_of(name) for name in names}):
-        same = [other for other in dashes if colour_of(other) == colour_of(method)]
-        dashes[method] = (method not in FIRST) + len(same)
-    used: Counter[str] = Counter()
-    found = {}
-    for name in names:
-        method = method_of(name)
-        hue = colour_of(method)
-        found[name] = Line(hue, dash(dashes[method]), marker(used[hue]))
-        used[hue] += 1
-    return found
+    hues = {method: colour_of(method) for method in sorted({method_of(name) for name in names})}
+    apart: dict[str, Iterator[int]] = defaultdict(itertools.count)
+    dashes = {method: (method not in FIRST) + next(apart[hue]) for method, hue in hues.items()}
+    used: dict[str, Iterator[int]] = defaultdict(itertools.count)
+    return {
+        name: Line(hues[method], dash(dashes[method]), marker(next(used[hues[method]])))
+        for name, method in ((name, method_of(name)) for name in names)
+    }
 
 
 def legend_columns(names: Sequence[str], columns: int) -> int:
@@ -224,13 +213,7 @@ class Drawing:
 
 
 def write_drawings(drawings: Iterable[Drawing], folder: Path, skipped: list[str]) -> list[Path]:
-    """Write each drawing as CSV, PDF and PNG, and `index.md`; return their paths.
-
-    Args:
-        drawings: taken one by one.
-        folder: where the files go.
-        skipped: takes the figures that cannot be drawn, with the reason.
-    """
+    """Write each drawing as CSV, PDF and PNG, and `index.md`; return paths; `skipped` takes what cannot be drawn."""
     paths: list[Path] = []
     drawn: list[Drawing] = []
     for drawing in tqdm(drawings, "figures", unit="", leave=False, disable=None):
@@ -249,9 +232,7 @@ def _list_drawings(drawings: Sequence[Drawing]) -> str:
     lines = ["# Figures", "", *_BEGIN]
     for kind in KINDS:
         drawn = sorted((drawing for drawing in drawings if drawing.kind is kind), key=lambda one: one.stem)
-        if not drawn:
-            continue
-        lines += ["", f"## {kind.name}", "", *([kind.note, ""] if kind.note else [])]
+        lines += ["", f"## {kind.name}", "", *([kind.note, ""] if kind.note else [])] if drawn else []
         for drawing in drawn:
             endings = ("csv",) if kind.draw is None else ("png", "pdf", "csv")
             files = ", ".join(f"[{ending.upper()}]({drawing.stem}.{ending})" for ending in endings)
@@ -272,17 +253,14 @@ _CHARACTERS_PER_INCH = 16  # of a title, on average
 
 
 def titled(draw: Draw) -> Draw:
-    """Make of a function of numbers one of numbers and a title, in the style of all figures.
-
-    Text among the numbers is shown as it is, no formulas, at most 60 characters of each.
-    """
-
-    def shown(value: Any) -> Any:
-        return plain_text(value[:60]) if isinstance(value, str) else value
+    """Make of a function of numbers one of numbers and a title, in the style of all; texts are cut to 60."""
 
     @functools.wraps(draw)
     def made(numbers: pd.DataFrame, title: str) -> Figure:
-        texts = {str(name): numbers[name].map(shown) for name in numbers.select_dtypes(exclude="number")}
+        texts = {
+            str(name): numbers[name].map(lambda value: plain_text(value[:60]) if isinstance(value, str) else value)
+            for name in numbers.select_dtypes(exclude="number")
+        }
         with style():
             found = draw(numbers.assign(**texts))
             across = int(_CHARACTERS_PER_INCH * found.get_figwidth())
@@ -310,18 +288,10 @@ def tile_panels(width: int, height: float, count: int, across: int, **options: A
 def multiples(
     height: float, table: pd.DataFrame, rows: tuple[str, Names], columns: tuple[str, Names], x: str = "", **options: Any
 ) -> tuple[Figure, Any, list[tuple[Any, Any, Any, pd.DataFrame]]]:
-    """A figure two columns wide with a panel for each pair of two columns' values.
+    """A figure two columns wide, its axes, and panels with their two values and lines, for each pair of values.
 
-    Args:
-        height: of the figure, in inches.
-        table: its lines.
-        rows: a column of the table, and what rows of panels are called by its values, from above.
-        columns: the same for columns of panels, from the left.
-        x: what stands below each column of panels.
-        options: of `Figure.subplots`.
-
-    Returns:
-        The figure, its axes (rows, columns), and each panel with its two values and the lines that hold both.
+    `rows`, `columns`: a column of the table, and what rows of panels (from above) and columns of panels (from the left)
+    are called by its values; `x`: what stands below each column of panels; `options`: of `Figure.subplots`.
     """
     made, axes = panels(2, height, len(rows[1]), len(columns[1]), squeeze=False, **options)
     for row, name in zip(axes, rows[1].values(), strict=True):
@@ -335,10 +305,7 @@ def multiples(
 
 
 def dress(axis: Any, x: str = "", y: str = "", grid: str = "", title: str = "", whole: bool = False) -> None:
-    """Name the axes of a panel and give it a title and lines of a grid: of axis x, y or both.
-
-    `whole`: ticks along x are at integers only.
-    """
+    """Name a panel's axes, give it a title and a grid of x, y or both; `whole`: ticks along x at integers only."""
     axis.set(**{name: text for name, text in (("xlabel", x), ("ylabel", y), ("title", title)) if text})
     if whole:
         axis.xaxis.get_major_locator().set_params(integer=True)

@@ -12,20 +12,7 @@ import pandas as pd
 from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
 
-from kvq.report.figures.drawing import (
-    GREY,
-    colour,
-    draw_heat,
-    draw_level,
-    dress,
-    hide_frame,
-    legend_below,
-    legend_columns,
-    lines_of,
-    panels,
-    register_figure,
-    tile_panels,
-)
+from kvq.report.figures import drawing as draw
 from kvq.report.labels import named
 from kvq.results import Record, Store
 
@@ -35,6 +22,7 @@ _PANELS = {
     "output_error": "error of output\n(relative)",
 }
 _ARM = ["side", "arm", "rope"]
+_NONE = ("value", "weight_kl")  # values leave the weights as they are
 _PLANES_ACROSS = 3
 _DARK = 0.55  # colours up to here on the scale are dark
 _ERRORS = {
@@ -64,43 +52,39 @@ def rows_of(record: Record, store: Store, kind: str) -> pd.DataFrame:
 
 def labelled_rows(records: Sequence[Record], store: Store, kind: str) -> pd.DataFrame:
     """The samples of one kind of several runs, each with the name of its method."""
-    found = []
+    found = [pd.DataFrame()]
     for record in records:
-        rows = rows_of(record, store, kind)
-        if not rows.empty:
+        if not (rows := rows_of(record, store, kind)).empty:
             rows.insert(0, "method", named(record))
             found.append(rows.drop(columns="kind"))
-    return pd.concat(found, ignore_index=True) if found else pd.DataFrame()
+    return pd.concat(found, ignore_index=True)
 
 
 def steps_table(record: Record, store: Store) -> pd.DataFrame:
     """Errors by side, arm and where RoPE was, means over layers and heads."""
-    rows = rows_of(record, store, "error")
-    return rows.groupby([*_ARM, "complete"], sort=False)[[*_PANELS]].mean().reset_index()
+    return rows_of(record, store, "error").groupby([*_ARM, "complete"], sort=False)[[*_PANELS]].mean().reset_index()
 
 
-@register_figure("error-steps-{run}", "{run} bits on {model}: error by stages", steps_table, of="each", task="error")
+@draw.register_figure(
+    "error-steps-{run}", "{run} bits on {model}: error by stages", steps_table, of="each", task="error"
+)
 def steps_figure(table: pd.DataFrame) -> Figure:
     """Bars for every choice of stages: error of keys and values, of the weights and of the output."""
     shown = table[table["side"] != "both"]
     arms = [(side, arm) for side in ("key", "value") for arm in dict.fromkeys(shown[shown["side"] == side]["arm"])]
     measured = shown.drop_duplicates(_ARM).set_index(_ARM)[[*_PANELS]].to_dict("index")
-    made, axes = panels(2, 1.1 + 0.24 * len(arms), 1, 3, sharey=True)
+    made, axes = draw.panels(2, 1.1 + 0.24 * len(arms), 1, 3, sharey=True)
     for axis, (quantity, name) in zip(axes, _PANELS.items(), strict=True):
         for index, rope in enumerate(("after", "before")):
-            values = [
-                math.nan
-                if (side, quantity) == ("value", "weight_kl")
-                else measured.get((side, arm, rope), {}).get(quantity, math.nan)
-                for side, arm in arms
-            ]
+            known = [measured.get((side, arm, rope), {}) if (side, quantity) != _NONE else {} for side, arm in arms]
+            values = [one.get(quantity, math.nan) for one in known]
             places = [place + 0.2 * (2 * index - 1) for place in range(len(arms))]
-            axis.barh(places, values, 0.38, color=colour(index), label=f"quantized {rope} RoPE")
+            axis.barh(places, values, 0.38, color=draw.colour(index), label=f"quantized {rope} RoPE")
         axis.set_xlim(left=0)
-        dress(axis, name, grid="x")
+        draw.dress(axis, name, grid="x")
     axes[0].set_yticks(range(len(arms)), [f"{side}: {arm}" for side, arm in arms])
     axes[0].set_ylim(len(arms) - 0.4, -0.6)
-    legend_below(made, axes[0], 2)
+    draw.legend_below(made, axes[0], 2)
     return made
 
 
@@ -111,21 +95,17 @@ def plane_table(records: Sequence[Record], store: Store, quantity: str) -> pd.Da
 
 
 def planes_figure(table: pd.DataFrame) -> Figure:
-    """One panel per method: error as colour over lowness of the sinks (x) and size of outlier channels (y).
-
-    Args:
-        table: of `plane_table`; its last column is the error that is drawn.
-    """
+    """A panel per method: the error (last column) as colour, lowness of sinks (x), size of outlier channels (y)."""
     quantity, methods = table.columns[-1], list(dict.fromkeys(table["method"]))
     columns = min(_PLANES_ACROSS, len(methods))
     lines = math.ceil(len(methods) / columns)
     scale = LogNorm(max(float(table[quantity].min()), 1e-4), max(float(table[quantity].max()), 2e-4))
-    made, axes = tile_panels(1 if columns < _PLANES_ACROSS else 2, 1.0 + 1.1 * lines, len(methods), columns)
+    made, axes = draw.tile_panels(1 if columns < _PLANES_ACROSS else 2, 1.0 + 1.1 * lines, len(methods), columns)
     for index, (axis, method) in enumerate(zip(axes, methods, strict=True)):
         part = table[table["method"] == method]
         part = part.drop_duplicates(["outliers", "lowness"])  # of two runs with one label, the first
         grid = part.pivot(index="outliers", columns="lowness", values=quantity)
-        image = draw_heat(axis, grid, norm=scale, origin="lower")
+        image = draw.draw_heat(axis, grid, norm=scale, origin="lower")
         for (row, column), value in np.ndenumerate(grid.to_numpy(dtype=float)):
             if not math.isnan(value):
                 ink = "white" if scale(value) < _DARK else "black"
@@ -134,7 +114,7 @@ def planes_figure(table: pd.DataFrame) -> Figure:
         lowest = index + columns >= len(methods)
         axis.set_xticks(range(grid.shape[1]), [f"{name:g}" if lowest else "" for name in grid.columns])
         axis.set_yticks(range(grid.shape[0]), [f"{name:g}" if index % columns == 0 else "" for name in grid.index])
-        hide_frame(axis)
+        draw.hide_frame(axis)
         axis.set_title(f"{method} bits", loc="left", fontsize=7)
     made.supxlabel("sink's norm: times smaller", fontsize=8)
     made.supylabel("outlier channels: mean / deviation", fontsize=8)
@@ -147,7 +127,7 @@ for _quantity, _title in (
     ("neighbour_apart_error", "Error of a sink's neighbours, relative to what sets keys apart"),
     ("sink_error", "Error of the sinks, relative to their norm"),
 ):
-    register_figure(
+    draw.register_figure(
         f"synthetic-{_quantity}",
         f"{_title}; sinks {{sinks}} outlier channels",
         functools.partial(plane_table, quantity=_quantity),
@@ -156,10 +136,7 @@ for _quantity, _title in (
 
 
 def bars_table(records: Sequence[Record], store: Store) -> pd.DataFrame:
-    """One line per run and quantity: its mean over draws or layers, the least and the most, and the bits stored.
-
-    Reductions are in percent of the error of `task.against`; those weighted by attention where a method ranks tokens.
-    """
+    """Mean, least and most of each run's quantities over draws or layers; reductions in percent, ranked if it ranks."""
     ranks = any("plan" in (record.config.get("method") or {}) for record in records)
     lines: list[dict[str, Any]] = []
     for record in records:
@@ -177,10 +154,10 @@ def bars(table: pd.DataFrame) -> Figure:
     """A bar for each run, a panel for each quantity, with whiskers: the least and the most, or the standard error."""
     bits = table.drop_duplicates("method").set_index("method")["bits_per_element"]
     methods, quantities = list(bits.index), list(dict.fromkeys(table["quantity"]))
-    looks = lines_of(methods)
+    looks = draw.lines_of(methods)
     names = [name if math.isnan(bits[name]) else f"{name} ({bits[name]:.2f})" for name in methods]
     height = 0.5 + math.ceil(len(quantities) / _ACROSS) * (0.65 + 0.17 * len(methods))
-    made, axes = tile_panels(2, height, len(quantities), _ACROSS, sharey=True)
+    made, axes = draw.tile_panels(2, height, len(quantities), _ACROSS, sharey=True)
     for axis, quantity in zip(axes, quantities, strict=True):
         part = table[table["quantity"] == quantity].drop_duplicates("method").set_index("method")
         for place, method in enumerate(methods):
@@ -191,21 +168,18 @@ def bars(table: pd.DataFrame) -> Figure:
         if quantity in _ERRORS and part["min"].min() > 0 and part["max"].max() > _WIDE * part["min"].min():
             axis.set_xscale("log")
         else:
-            axis.axvline(0, color=GREY, linewidth=0.6)
-        dress(axis, (_ERRORS | _REDUCTIONS).get(quantity, quantity), grid="x")
+            axis.axvline(0, color=draw.GREY, linewidth=0.6)
+        draw.dress(axis, (_ERRORS | _REDUCTIONS).get(quantity, quantity), grid="x")
     axes[0].set_yticks(range(len(methods)), names)
     axes[0].set_ylim(len(methods) - 0.4, -0.6)
     return made
 
 
-bars_figure = register_figure("states-drawn", "Drawn states: {states}", bars_table, task="random_states")(bars)
+bars_figure = draw.register_figure("states-drawn", "Drawn states: {states}", bars_table, task="random_states")(bars)
 
 
 def layers_table(records: Sequence[Record], store: Store) -> pd.DataFrame:
-    """One line per run and layer: by what percent its errors are below those of `task.against`; empty for one layer.
-
-    The other method itself, which differs nowhere, is left out.
-    """
+    """By what percent errors are below those of `task.against`, per other run and layer; empty for one layer."""
     rows = labelled_rows([record for record in records if record.baseline_key is not None], store, "states")
     columns = [name for name in _REDUCTIONS if name in rows]
     if columns:
@@ -216,22 +190,24 @@ def layers_table(records: Sequence[Record], store: Store) -> pd.DataFrame:
     return found.assign(**{name: 100 * found[name] for name in columns}).reset_index(drop=True)
 
 
-@register_figure("states-layers", "Errors on a block of states: {block}", layers_table, of="all", task="model_states")
+@draw.register_figure(
+    "states-layers", "Errors on a block of states: {block}", layers_table, of="all", task="model_states"
+)
 def layers_figure(table: pd.DataFrame) -> Figure:
     """Bars by layer, one for each run; a panel for each quantity, keys by the ranking query and by held-out queries."""
     columns = [name for name in _REDUCTIONS if name in table]
     methods = list(dict.fromkeys(table["method"]))
-    width, across = 0.8 / len(methods), legend_columns(methods, 2)
+    width, across = 0.8 / len(methods), draw.legend_columns(methods, 2)
     height = 1.7 * math.ceil(len(columns) / 2) + 0.7 + 0.15 * math.ceil(len(methods) / across)
-    made, axes = tile_panels(2, height, len(columns), 2, sharex=True)
+    made, axes = draw.tile_panels(2, height, len(columns), 2, sharex=True)
     for axis, name in zip(axes, columns, strict=True):
         for place, method in enumerate(methods):
             part = table[table["method"] == method]
             at = part["layer"] + width * (place - (len(methods) - 1) / 2)
-            axis.bar(at, part[name], width, color=colour(place), label=method)
-        draw_level(axis)
-        dress(axis, "layer", _REDUCTIONS[name], grid="y", whole=True)
-    legend_below(made, axes[0], across)
+            axis.bar(at, part[name], width, color=draw.colour(place), label=method)
+        draw.draw_level(axis)
+        draw.dress(axis, "layer", _REDUCTIONS[name], grid="y", whole=True)
+    draw.legend_below(made, axes[0], across)
     return made
 
 
@@ -245,7 +221,5 @@ def name_states(task: Mapping[str, Any]) -> str:
 
 def name_rival(task: Mapping[str, Any]) -> list[str]:
     """The method that a task's errors are compared with (`task.against`), in words; empty where there is none."""
-    if not task.get("against"):
-        return []
     bits = f" at {task['against_bits']} bits" if task.get("against_bits") else ""
-    return [f"beside {task['against']}{bits}"]
+    return [f"beside {task['against']}{bits}"] if task.get("against") else []

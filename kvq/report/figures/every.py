@@ -1,7 +1,4 @@
-"""Every figure that the records of a results folder allow, as modules of this folder and of plugins register them.
-
-A figure that cannot be made of its runs is skipped, with its name in one line; the rest is drawn.
-"""
+"""Every figure that records allow, as modules here and of plugins register them; what fails is skipped."""
 
 from __future__ import annotations
 
@@ -11,7 +8,6 @@ import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pandas as pd
@@ -25,7 +21,7 @@ from kvq.report.figures import cost, distribution, error, loss, norms, over_mode
 from kvq.report.figures.drawing import KINDS, Drawing, Kind, write_drawings
 from kvq.report.labels import label, model_name, named, protocol_departures
 from kvq.report.tables.build import build_tables
-from kvq.report.tables.layout import Table
+from kvq.report.tables.layout import Row, Table
 from kvq.results import Record, Store, run_key
 from kvq.results.presets import PROTOCOL
 
@@ -47,14 +43,7 @@ def stems() -> tuple[str, ...]:
 def drawings(
     records: Iterable[Record], store: Store, tables: Sequence[Table] = (), skipped: list[str] | None = None
 ) -> Iterator[Drawing]:
-    """Every figure of records, and of tables of runs.
-
-    Args:
-        records: what figures of tasks and of all runs are made of.
-        store: where their samples are.
-        tables: what figures of tables are made of.
-        skipped: takes the figures that cannot be made, with the reason; None raises it.
-    """
+    """Every figure of records and tables of runs; `skipped` takes those that cannot be made (None: raised)."""
     done = [record for record in records if record.status == "done"]
     groups: dict[str, dict[str, list[Record]]] = defaultdict(lambda: defaultdict(list))
     for record in sorted(done, key=lambda r: (r.model, r.dataset, label(r), r.bits, r.key)):
@@ -77,10 +66,7 @@ def drawings(
 
 
 def _draw_table(kind: Kind, table: Table, store: Store) -> Iterator[Drawing]:
-    """The figures of a kind that a table of runs allows.
-
-    Where the kind is of a task, they are of the rows of that task that are done; else of all rows.
-    """
+    """The figures of a kind that a table of runs allows: of the rows of its task that are done, else of all."""
     where = table.title.removesuffix(f" ({table.words})").partition(": ")[2]
     words = {"where": "\n".join(filter(None, [where, table.about]))}
     rows = table.rows
@@ -134,10 +120,7 @@ WORDS: dict[str, Callable[[Record], object]] = {
 
 
 def _hash_protocol(record: Record) -> str:
-    """A hash of the settings that the runs of a figure share.
-
-    Known states are compared with another method at the run's own bits, which their fingerprint names.
-    """
+    """A hash of the settings that the runs of a figure share; known states are named by their fingerprint."""
     parts = {name: record.config.get(name) for name in PROTOCOL}
     if record.task in _KNOWN_STATES:
         parts["dataset"] = {**(parts["dataset"] or {}), "fingerprint": record.dataset}
@@ -166,7 +149,7 @@ def run_figures(record: Record, store: Store) -> list[tuple[str, Figure]]:
 
 _OF_A_RUN: dict[str, tuple[str, Callable[[Record, Store], pd.DataFrame], Callable[..., Figure]]] = {
     "ppl": ("windows", perplexity.windows_table, perplexity.windows_figure),
-    "niah": ("needles", perplexity.grid_of_run, perplexity.needles_figure),
+    "niah": ("needles", lambda r, s: perplexity.needle_grid([Row(r, label(r), r.bits)], s), perplexity.needles_figure),
 }
 """By task: the name, numbers and function of the figure of a run alone."""
 
@@ -174,20 +157,18 @@ _OF_A_RUN: dict[str, tuple[str, Callable[[Record, Store], pd.DataFrame], Callabl
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command and return its exit status; what cannot be drawn is named, the rest is drawn."""
     out = "folder for the figures (default: figures/ in the results folder)"
-    parser = command.parser_of("kvq.papers.figures", __doc__, out)
-    return command.run(parser.parse_args(arguments), _run_command)
+    return command.run(command.parser_of("kvq.papers.figures", __doc__, out).parse_args(arguments), _run_command)
 
 
 def _run_command(given: argparse.Namespace) -> int:
     """Draw every figure of a results folder and name what cannot be drawn; 1 where there is some; `given`: options."""
-    store, out = Store(given.results), given.out or given.results / "figures"
+    store, skipped = Store(given.results), list[str]()
     records, broken = scanned = read_records(store)
     command.say_skipped(broken)
     if not records:
         raise command.no_records(store)
-    skipped: list[str] = []
-    tables = build_tables(store, scanned=scanned).tables
-    for path in write_drawings(drawings(records, store, tables, skipped), Path(out), skipped):
+    made = drawings(records, store, build_tables(store, scanned=scanned).tables, skipped)
+    for path in write_drawings(made, given.out or given.results / "figures", skipped):
         print(path)
     for reason in skipped:
         print(printable(f"skipped: {reason}"), file=sys.stderr)

@@ -11,20 +11,7 @@ from matplotlib.figure import Figure
 from matplotlib.transforms import Bbox
 
 from kvq.report.comparisons import effective_bits, measured_bits
-from kvq.report.figures.drawing import (
-    GREY,
-    colour,
-    dress,
-    handle,
-    legend_columns,
-    lines_of,
-    marker,
-    name_rows,
-    panels,
-    register_figure,
-    scale_by_two,
-    scale_losses,
-)
+from kvq.report.figures import drawing as draw
 from kvq.report.figures.perplexity import run_name
 from kvq.report.labels import ENGINES, by_bits, colour_of, engine_of, method_of
 from kvq.report.tables.layout import Row, Table, is_of_texts
@@ -53,10 +40,7 @@ _EFFECTIVE, _MEASURED = "effective_bits", "bits_per_element"
 def runs_table(
     table: Table, bits_of: Callable[[Record], float | None] = effective_bits, column: str = _EFFECTIVE
 ) -> pd.DataFrame:
-    """One line per run of a perplexity protocol: bits, losses, whether it is on the frontier, or a variant.
-
-    `bits_of` gives the bits per element of a record, which stand in `column`; runs without are left out.
-    """
+    """One line per run with `bits_of` (in `column`): losses, whether it is on the frontier, or a variant."""
     lines: list[dict[str, Any]] = []
     for row in () if is_of_texts(table) else table.rows:
         metrics, bits = row.record.metrics, bits_of(row.record)
@@ -68,7 +52,7 @@ def runs_table(
     return pd.DataFrame(lines, columns=["method", "bits", column, *_LOSSES, "frontier", "variant"])
 
 
-@register_figure(
+@draw.register_figure(
     "pareto",
     "Loss and bits: {where}",
     lambda table, _: found if len(found := runs_table(table)) > 1 else None,
@@ -76,15 +60,11 @@ def runs_table(
     note=RULES,
 )
 def pareto_figure(numbers: pd.DataFrame) -> Figure:
-    """Two panels, ΔNLL and KL by effective bits: a few methods in their colours, the others grey, variants hollow.
-
-    Formats of engines have a marker with a dark edge in the engine's colour. Bars are standard errors; rings and the
-    line between them are the frontier of ΔNLL beyond noise, over methods.
-    """
+    """ΔNLL (with errors, frontier ringed) and KL by effective bits: some methods coloured, variants hollow."""
     names = _choose_methods(numbers)
     engines = _engine_looks(numbers)
-    looks = engines | {name: {**look._asdict(), "capsize": 2} for name, look in lines_of(names).items()}
-    made, axes = panels(2, 4.2 if engines else 3.5, 1, 2)  # the legend of engines is longer
+    looks = engines | {name: {**look._asdict(), "capsize": 2} for name, look in draw.lines_of(names).items()}
+    made, axes = draw.panels(2, 4.2 if engines else 3.5, 1, 2)  # the legend of engines is longer
     for axis, (loss, name) in zip(axes, LOSSES, strict=True):
         known = numbers[numbers[loss].notna()].sort_values(_EFFECTIVE, kind="stable")
         if known.empty:  # a task without this distance
@@ -101,9 +81,9 @@ def pareto_figure(numbers: pd.DataFrame) -> Figure:
         _scale_axes(axis, known, loss, _EFFECTIVE)
         if loss == "delta_nll":
             _draw_frontier(axis, known, names)
-        dress(axis, "effective bits per element", name, grid="both")
+        draw.dress(axis, "effective bits per element", name, grid="both")
     handles = _legend_handles(numbers, names)
-    columns = legend_columns([one.get_label() for one in handles], 2)
+    columns = draw.legend_columns([one.get_label() for one in handles], 2)
     made.legend(handles=handles, loc="outside lower center", ncols=columns)
     return made
 
@@ -117,17 +97,13 @@ def _engine_looks(numbers: pd.DataFrame) -> dict[str, dict[str, Any]]:
     for name, engine in found.items():
         hue, hollow = colour_of(name), name in variants
         edge = {"markeredgecolor": hue if hollow else _FRONT, "markerfacecolor": "none" if hollow else hue}
-        shape: dict[str, Any] = {"marker": marker(order.index(engine)), "markersize": 5, "zorder": 2.5}
+        shape: dict[str, Any] = {"marker": draw.marker(order.index(engine)), "markersize": 5, "zorder": 2.5}
         looks[name] = {"color": hue, "linestyle": "", "markeredgewidth": 0.6, **shape, **edge}
     return looks
 
 
 def _choose_methods(numbers: pd.DataFrame) -> list[str]:
-    """Methods with lines of their own: those that the project compares first, then those nearest to the front.
-
-    Formats of engines are not among them. Near is the smallest factor, over a method's runs, between its loss and the
-    lowest of as few or fewer bits.
-    """
+    """Methods with lines: the usual ones, then those whose losses are nearest the lowest of as few bits."""
     ordered = numbers.sort_values(_EFFECTIVE, kind="stable")
     losses = ordered["kl_mean"].fillna(ordered["delta_nll"]).clip(lower=1e-6)
     factor = losses / losses.cummin()
@@ -143,34 +119,31 @@ def _choose_methods(numbers: pd.DataFrame) -> list[str]:
 
 def _legend_handles(numbers: pd.DataFrame, names: Sequence[str]) -> list[Any]:
     """Handles of the legend, one for each kind of line or marker that is drawn."""
-    made = [handle(name, **look._asdict(), markersize=4) for name, look in lines_of(names).items()]
+    made = [draw.handle(name, **look._asdict(), markersize=4) for name, look in draw.lines_of(names).items()]
     engines = _engine_looks(numbers)
     for engine, name in sorted({str(engine_of(name)): name for name in reversed(engines)}.items()):
         filled = {"markeredgecolor": _FRONT, "markerfacecolor": engines[name]["color"]}
-        made.append(handle(f"engine: {engine}", **engines[name] | filled))
+        made.append(draw.handle(f"engine: {engine}", **engines[name] | filled))
     others = numbers[~numbers["method"].isin([*names, *engines])]
     for variant, fill, text in ((False, _GREY, "other methods"), (True, "none", "variants and ablations")):
         if (others["variant"] == variant).any():
-            made.append(handle(text, color=_GREY, marker="o", markerfacecolor=fill, linestyle=""))
+            made.append(draw.handle(text, color=_GREY, marker="o", markerfacecolor=fill, linestyle=""))
     if numbers["frontier"].any():
-        made.append(handle("frontier", **_RING, marker="o", linewidth=0.8, color=_FRONT))
+        made.append(draw.handle("frontier", **_RING, marker="o", linewidth=0.8, color=_FRONT))
     return made
 
 
 def _scale_axes(axis: Any, known: pd.DataFrame, loss: str, column: str) -> None:
     """Scale bits (`column` of the numbers) along x by powers of two, losses along y by powers of ten."""
-    scale_losses(axis, known[loss])
+    draw.scale_losses(axis, known[loss])
     low, high = float(known[column].min()), float(known[column].max())
     ticks = [tick for tick in _BITS if 0.8 * low <= tick <= 1.1 * high]
-    scale_by_two(axis, ticks, [f"{tick:g}" for tick in ticks])
+    draw.scale_by_two(axis, ticks, [f"{tick:g}" for tick in ticks])
     axis.set_xlim(0.8 * low, 1.1 * high)
 
 
 def _draw_frontier(axis: Any, known: pd.DataFrame, named: Sequence[str]) -> None:
-    """Draw a ring around each run on the frontier, the line between them, and each run's name where there is room.
-
-    Runs of methods in `named` have their colours, the others are black.
-    """
+    """Ring the runs on the frontier, join and name them; methods in `named` have their colours, others black."""
     ring = known[known["frontier"]]
     if ring.empty:
         return
@@ -227,29 +200,26 @@ def split_variants(table: Table, _: Store | None = None) -> dict[tuple[str, str]
     return found
 
 
-@register_figure("variants-{name}", "Variants of {what}: {where}", split_variants, of="table")
+@draw.register_figure("variants-{name}", "Variants of {what}: {where}", split_variants, of="table")
 def variants_figure(numbers: pd.DataFrame) -> Figure:
     """Bars of ΔNLL with standard errors, a panel for each width, the best on top."""
     parts = [(bits, part.head(_MOST_BARS)) for bits, part in numbers.groupby("bits", sort=False)][:_MOST_PANELS]
     heights = [len(part) for _, part in parts]
     ratios, whole = [height + 1 for height in heights], 0.9 + sum(0.25 + 0.16 * height for height in heights)
-    made, axes = panels(2, whole, len(parts), 1, squeeze=False, height_ratios=ratios)
+    made, axes = draw.panels(2, whole, len(parts), 1, squeeze=False, height_ratios=ratios)
     for axis, (bits, part) in zip(axes.flat, parts, strict=True):
         look = {"color": [colour_of(name) for name in part["variant"]], "capsize": 2}
         axis.barh(range(len(part)), part["delta_nll"], 0.7, xerr=part["delta_nll_se"].fillna(0), **look)
         sizes = ["" if pd.isna(size) else f" ({size:.2f})" for size in part["effective_bits"]]
-        name_rows(axis, [f"{name}{size}" for name, size in zip(part["variant"], sizes, strict=True)])
-        axis.axvline(0, color=GREY, linewidth=0.6)
+        draw.name_rows(axis, [f"{name}{size}" for name, size in zip(part["variant"], sizes, strict=True)])
+        axis.axvline(0, color=draw.GREY, linewidth=0.6)
         axis.set_title(f"{bits} bits", loc="left")
     made.supxlabel(f"{METRICS['delta_nll'].title}; effective bits in brackets", fontsize=8)
     return made
 
 
 def split_by_rates(table: Table, _: Store | None = None) -> dict[tuple[str, str], pd.DataFrame]:
-    """Numbers of each method whose variants have many rates, by its name (twice), with the methods compared first.
-
-    Of at least `_FEWEST` variants and `_RATES` measured bits; lines as of `runs_table`.
-    """
+    """Numbers of each method (its name twice) with many variants and rates, with the methods compared first."""
     numbers, found = runs_table(table, measured_bits, _MEASURED), {}
     own = numbers["method"].map(method_of)
     for method in sorted(set(own) - set(_FIRST_COMPARED)):
@@ -259,23 +229,23 @@ def split_by_rates(table: Table, _: Store | None = None) -> dict[tuple[str, str]
     return found
 
 
-@register_figure("measured-{name}", "Variants of {what} over measured bits: {where}", split_by_rates, of="table")
+@draw.register_figure("measured-{name}", "Variants of {what} over measured bits: {where}", split_by_rates, of="table")
 def family_figure(numbers: pd.DataFrame) -> Figure:
     """ΔNLL with standard errors by measured bits: a marker for each variant, lines of the methods compared first."""
     known = numbers[numbers["delta_nll"].notna()].sort_values(_MEASURED, kind="stable")
     usual = [name for name in _FIRST_COMPARED if (known["method"] == name).any()]
     variants = sorted(set(known["method"]) - set(usual))
     line: dict[str, Any] = {"alpha": 0.6, "markersize": 3}
-    looks = {name: {**look._asdict(), **line, "label": name} for name, look in lines_of(usual).items()}
+    looks = {name: {**look._asdict(), **line, "label": name} for name, look in draw.lines_of(usual).items()}
     edge = {"linestyle": "", "markeredgecolor": _FRONT, "markeredgewidth": 0.5}
     for place, name in enumerate(variants):
-        shape = {"color": colour(place), "marker": marker(place + place // 8), "label": name.rpartition("/")[2]}
-        looks[name] = {**shape, **edge}
-    made, axis = panels(2, 4.6)
+        looks[name] = {"color": draw.colour(place), "marker": draw.marker(place + place // 8), **edge}
+        looks[name]["label"] = name.rpartition("/")[2]
+    made, axis = draw.panels(2, 4.6)
     for name, look in looks.items():
         part = known[known["method"] == name]
         axis.errorbar(part[_MEASURED], part["delta_nll"], part["delta_nll_se"].fillna(0), capsize=2, **look)
     _scale_axes(axis, known, "delta_nll", _MEASURED)
-    dress(axis, "measured bits per element, without the residual", METRICS["delta_nll"].title, grid="both")
-    made.legend(loc="outside lower center", ncols=legend_columns([look["label"] for look in looks.values()], 2))
+    draw.dress(axis, "measured bits per element, without the residual", METRICS["delta_nll"].title, grid="both")
+    made.legend(loc="outside lower center", ncols=draw.legend_columns([look["label"] for look in looks.values()], 2))
     return made

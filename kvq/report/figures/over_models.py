@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -13,18 +13,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator
 
 from kvq.config.limits import DISTRIBUTION, EMBEDDED
-from kvq.report.figures.drawing import (
-    Line,
-    dress,
-    handle,
-    lines_of,
-    marker,
-    multiples,
-    panels,
-    register_figure,
-    register_numbers,
-    scale_losses,
-)
+from kvq.report.figures import drawing as draw
 from kvq.report.labels import FIRST, first_token_departure, label, named
 from kvq.results import Record, run_key
 from kvq.results.metrics import METRICS
@@ -47,27 +36,18 @@ _BOOTSTRAP: dict[str, Any] = {"n_resamples": 1000, "method": "percentile"}
 
 
 def dispersion_table(records: Sequence[Record]) -> pd.DataFrame:
-    """Pairs of a model's dispersion of norms (`task=tni`) and what a method costs it (`task=ppl`), one line per pair.
-
-    A pair has the same weights, implants and text. Several runs of `task=tni` on them count once, the last by key.
-    """
+    """A model's dispersion of norms (`task=tni`, the last by key) and what a method costs it, one line per pair."""
     spread = {
         _states_key(record): record for record in records if record.task == "tni" and _SPREADS[0] in record.metrics
     }
     pairs = [(record, spread.get(_states_key(record))) for record in records]
     lines = [
-        {
-            "model": record.model,
-            "weights": run_key(_model_settings(record))[:8],
-            "dataset": record.dataset,
-            "method": label(record),
-            "bits": record.bits,
-            "protocol": _hash_protocol(record),
-            "stand_in": model_path(record.model).startswith(EMBEDDED),
-            "measured": _say_protocol(record),
-            **{name: found.metrics[name] for name in _SPREADS},
-            **{name: record.metrics[name] for name in ("delta_nll", "delta_perplexity")},
-        }
+        {name: getattr(record, name) for name in ("model", "dataset", "bits")}
+        | {"method": label(record), "weights": run_key(_model_settings(record))[:8]}
+        | {"protocol": _hash_protocol(record), "measured": _say_protocol(record)}
+        | {"stand_in": model_path(record.model).startswith(EMBEDDED)}
+        | {name: found.metrics[name] for name in _SPREADS}
+        | {name: record.metrics[name] for name in ("delta_nll", "delta_perplexity")}
         for record, found in pairs
         if record.task == "ppl" and found is not None and "delta_nll" in record.metrics
     ]
@@ -77,16 +57,13 @@ def dispersion_table(records: Sequence[Record]) -> pd.DataFrame:
 def _hash_protocol(record: Record, names: Sequence[str] = _PROTOCOL) -> str:
     """A hash of how a run was measured. How a model's windows begin is left out where it is as it was trained."""
     parts = {name: record.config.get(name) for name in names}
-    task = parts["task"]
-    if isinstance(task, Mapping):
-        parts["task"] = {name: value for name, value in task.items() if name != "bos"}
+    parts["task"] = {name: value for name, value in (parts["task"] or {}).items() if name != "bos"}
     return run_key(parts | {"begins": first_token_departure(record)})[:6]
 
 
 def _say_protocol(record: Record) -> str:
     """What the runs of a figure share, whatever their method: scoring, windows, and what departs from presets."""
-    task = record.config.get("task")
-    scoring = task.get("scoring") if isinstance(task, Mapping) else None
+    scoring = (record.config.get("task") or {}).get("scoring")
     words = ", ".join(filter(None, [scoring and f"scoring {scoring}", *first_token_departure(record)]))
     return f"{_hash_protocol(record, ('task', 'seed'))}: {words}"
 
@@ -102,10 +79,7 @@ def _model_settings(record: Record) -> dict[str, Any]:
 
 
 def dispersion_correlations(table: pd.DataFrame) -> pd.DataFrame:
-    """Spearman's rho over models of each statistic with Δperplexity, for every method, width and protocol.
-
-    A model is one point, the mean over its texts.
-    """
+    """Spearman's rho over models (means over texts) of each statistic with Δperplexity, by method and protocol."""
     lines: list[dict[str, Any]] = []
     groups = table.groupby(["method", "bits", "protocol"], sort=True) if len(table) else ()
     for (method, bits, protocol), runs in groups:
@@ -116,16 +90,12 @@ def dispersion_correlations(table: pd.DataFrame) -> pd.DataFrame:
     return pd.DataFrame(lines)
 
 
-register_numbers("dispersion-pairs", lambda records, _: dispersion_table(records))
-register_numbers("dispersion-spearman", lambda records, _: dispersion_correlations(dispersion_table(records)))
+draw.register_numbers("dispersion-pairs", lambda records, _: dispersion_table(records))
+draw.register_numbers("dispersion-spearman", lambda records, _: dispersion_correlations(dispersion_table(records)))
 
 
 def split_scatters(table: pd.DataFrame) -> dict[tuple[str, str], pd.DataFrame]:
-    """Numbers of each scatter by its name and title: the main methods and nsn's arms at one width.
-
-    A point is a model, the mean over its texts; embedded models, which are stand-ins, have figures of their own. Of a
-    method's protocols the one with most models is drawn.
-    """
+    """Numbers of each scatter by name and title: main methods and nsn's arms at one width, a point a model."""
     scattered: dict[tuple[str, str], pd.DataFrame] = {}
     if table.empty:
         return scattered
@@ -154,7 +124,7 @@ def _points_of(runs: pd.DataFrame, method: str) -> pd.DataFrame:
     return points
 
 
-@register_figure(
+@draw.register_figure(
     "dispersion-scatter-{name}",
     "Spread of token norms in layer 0 and loss at {what}",
     lambda records, _: split_scatters(dispersion_table(records)),
@@ -162,22 +132,25 @@ def _points_of(runs: pd.DataFrame, method: str) -> pd.DataFrame:
 )
 def scatter_figure(table: pd.DataFrame) -> Figure:
     """Δ perplexity over the spread of keys' and of values' norms: a colour for each method, a marker for each model."""
-    made, axes = panels(2, 4, 1, 2, sharey=True)
-    models, looks = sorted(table["model"].unique()), lines_of(table["method"])
-    scale_losses(axes[0], table["delta_perplexity"])  # before points, by which the axis is scaled
+    made, axes = draw.panels(2, 4, 1, 2, sharey=True)
+    models, looks = sorted(table["model"].unique()), draw.lines_of(table["method"])
+    draw.scale_losses(axes[0], table["delta_perplexity"])  # before points, by which the axis is scaled
     for axis, (name, side) in zip(axes, _DRAWN.items(), strict=True):
         for _, point in table.iterrows():
-            look = {"marker": marker(models.index(point["model"])), "color": looks[point["method"]].color}
+            look = {"marker": draw.marker(models.index(point["model"])), "color": looks[point["method"]].color}
             axis.plot([point[name]], [point["delta_perplexity"]], linestyle="", alpha=0.8, **look)
-        dress(axis, f"deviation / mean of the norms of {side}, layer 0", grid="both")
+        draw.dress(axis, f"deviation / mean of the norms of {side}, layer 0", grid="both")
     axes[0].set_ylabel(METRICS["delta_perplexity"].title)
     groups = table.groupby("method", sort=True)
     lines = [
-        handle(f"{name}: {_say_correlations(part)}", color=looks[str(name)].color, linewidth=3) for name, part in groups
+        draw.handle(f"{name}: {_say_correlations(part)}", color=looks[str(name)].color, linewidth=3)
+        for name, part in groups
     ]
     made.legend(handles=lines, loc="outside lower center", ncols=2, title="method: ρ of keys, values (p), over models")
     look = {"color": "#666666", "linestyle": ""}
-    axes[0].legend(handles=[handle(name, marker=marker(i), **look) for i, name in enumerate(models)], loc="best")
+    axes[0].legend(
+        handles=[draw.handle(name, marker=draw.marker(i), **look) for i, name in enumerate(models)], loc="best"
+    )
     return made
 
 
@@ -186,20 +159,16 @@ def _say_correlations(part: pd.DataFrame) -> str:
     first = part.iloc[0]
     rhos = ", ".join("unknown" if pd.isna(first[f"{name}_rho"]) else f"{first[f'{name}_rho']:.2f}" for name in _DRAWN)
     chances = [first[f"{name}_p"] for name in _DRAWN]
-    if any(map(pd.isna, chances)):
-        return rhos
-    return f"{rhos} (p = {', '.join(f'{chance:.2g}' for chance in chances)})"
+    return rhos if any(map(pd.isna, chances)) else f"{rhos} (p = {', '.join(f'{one:.2g}' for one in chances)})"
 
 
 def stand_in_table(records: Sequence[Record]) -> pd.DataFrame:
-    """Losses of each method (with its bits) on a real model and on an embedded one, one line per pair and scoring.
+    """Losses of each method (with its bits) on a real model and on another one, one line per pair and scoring.
 
-    Two real models are a pair too, once. Of a model and scoring, the protocol with most runs counts. Columns `rho`,
-    `low`, `high`, `methods`: Spearman's rank correlation of the two models' losses over methods and its 95% interval,
-    by bootstrap over methods (percentiles).
+    Of a model and scoring, the protocol with most runs counts. Columns `rho`, `low`, `high`, `methods`: Spearman's rank
+    correlation of both models' losses over methods, and its 95% interval by bootstrap over methods (percentiles).
     """
-    losses = losses_of(records)
-    if losses.empty:
+    if (losses := losses_of(records)).empty:
         return losses
     joined = losses[losses["real"]].merge(losses, on=["scoring", "method"], suffixes=("", "_stand_in"))
     return rank_correlations(joined[~joined["real_stand_in"] | (joined["model"] < joined["model_stand_in"])])
@@ -217,30 +186,20 @@ def losses_of(records: Sequence[Record]) -> pd.DataFrame:
 
 def rank_correlations(joined: pd.DataFrame) -> pd.DataFrame:
     """The pairs of models and scorings that have enough methods, with their rank correlations."""
-    parts = [
-        _correlate(part)
-        for _, part in joined.groupby(["model", "scoring", "model_stand_in"], sort=True)
-        if len(part) >= _FEWEST_METHODS
-    ]
+    groups = joined.groupby(["model", "scoring", "model_stand_in"], sort=True)
+    parts = [_correlate(part) for _, part in groups if len(part) >= _FEWEST_METHODS]
     return pd.concat(parts, ignore_index=True) if parts else joined.iloc[:0]
 
 
 def _loss_line(record: Record) -> dict[str, Any] | None:
     """A record as a line of `losses_of`; None where it is no run of perplexity on a model that runs anywhere."""
-    task, path = record.config.get("task"), model_path(record.model)
+    task, path = record.config.get("task") or {}, model_path(record.model)
     ours = record.task == "ppl" and record.status == "done" and "delta_nll" in record.metrics
-    if not ours or not isinstance(task, dict) or task.get("scoring") not in _SCORINGS:
+    if not ours or task.get("scoring") not in _SCORINGS or not path.startswith((EMBEDDED, DISTRIBUTION)):
         return None
-    if not path.startswith((EMBEDDED, DISTRIBUTION)):
-        return None
-    return {
-        "model": record.model,
-        "real": path.startswith(DISTRIBUTION),
-        "scoring": task["scoring"],
-        "protocol": f"{record.dataset} {[task.get(name) for name in ('windows', 'context', 'stride', 'max_windows')]}",
-        "method": named(record),
-        "loss": record.metrics["delta_nll"],
-    }
+    protocol = f"{record.dataset} {[task.get(name) for name in ('windows', 'context', 'stride', 'max_windows')]}"
+    about = {"model": record.model, "real": path.startswith(DISTRIBUTION), "scoring": task["scoring"]}
+    return about | {"protocol": protocol, "method": named(record), "loss": record.metrics["delta_nll"]}
 
 
 def _correlate(pairs: pd.DataFrame) -> pd.DataFrame:
@@ -260,18 +219,15 @@ def _correlate(pairs: pd.DataFrame) -> pd.DataFrame:
     )
 
 
-@register_figure(
+@draw.register_figure(
     "stand-ins",
     "Losses on real models and on others: one mark per method and bits",
     lambda records, _: stand_in_table(records),
     of="records",
 )
 def stand_in_figure(table: pd.DataFrame) -> Figure:
-    """Loss on a real model over loss on each other one, a row of panels for each real model and scoring.
-
-    The farthest methods are named.
-    """
-    looks = lines_of(table["method"])
+    """Loss on a real model over loss on others, a row for each real model and scoring; the farthest are named."""
+    looks = draw.lines_of(table["method"])
     # Losses below this are noise, and a logarithm has no place for gains.
     drawn = table.assign(row=table["model"] + " " + table["scoring"])
     drawn = drawn.assign(**table[["loss_stand_in", "loss"]].clip(lower=1e-3))
@@ -280,9 +236,15 @@ def stand_in_figure(table: pd.DataFrame) -> Figure:
     rows = {row: words for row, words in rows.items() if row in set(drawn["row"])}
     columns = ("model_stand_in", dict.fromkeys(table["model_stand_in"], ""))
     height = 0.6 + 1.9 * len(rows)
-    made, _, parts = multiples(height, drawn, ("row", rows), columns, sharex=True, sharey=True)
+    made, _, parts = draw.multiples(height, drawn, ("row", rows), columns, sharex=True, sharey=True)
     for axis, row, _, part in parts:
-        _draw_pairs(axis, part, looks)
+        named_ones = set(part["ranks"].abs().nlargest(_NAMED).index)
+        for index, method, *place in part[["method", "loss_stand_in", "loss"]].itertuples():
+            axis.plot(*place, looks[method].marker, color=looks[method].color, alpha=0.8)
+            if index in named_ones:
+                aside: Any = {"xytext": (-3, 2), "ha": "right"} if place[0] > 0.03 else {"xytext": (3, 2)}
+                note = axis.annotate(method, place, textcoords="offset points", fontsize=5, **aside)
+                note.set_in_layout(False)
         axis.set(xscale="log", yscale="log")
         axis.xaxis.set_major_locator(LogLocator(numticks=6))
         axis.grid(linewidth=0.3)
@@ -293,14 +255,3 @@ def stand_in_figure(table: pd.DataFrame) -> Figure:
             axis.set_title(above + said, fontsize=6)
     made.supxlabel("ΔNLL on the other model (nats/token)", fontsize=8)
     return made
-
-
-def _draw_pairs(axis: Any, part: pd.DataFrame, looks: Mapping[str, Line]) -> None:
-    """A mark for each method at its losses on two models; the few whose ranks differ most are named."""
-    named = set(part["ranks"].abs().nlargest(_NAMED).index)
-    for index, method, *place in part[["method", "loss_stand_in", "loss"]].itertuples():
-        axis.plot(*place, looks[method].marker, color=looks[method].color, alpha=0.8)
-        if index in named:
-            aside: Any = {"xytext": (-3, 2), "ha": "right"} if place[0] > 0.03 else {"xytext": (3, 2)}
-            note = axis.annotate(method, place, textcoords="offset points", fontsize=5, **aside)
-            note.set_in_layout(False)

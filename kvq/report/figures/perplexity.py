@@ -5,30 +5,15 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Sequence
 from typing import Any
 
 import pandas as pd
 from matplotlib.figure import Figure
 
 from kvq.report.comparisons import Comparisons
-from kvq.report.figures.drawing import (
-    COLUMN,
-    GREY,
-    MOST_LINES,
-    colour,
-    draw_heat,
-    draw_level,
-    dress,
-    hide_frame,
-    legend_below,
-    legend_columns,
-    lines_of,
-    panels,
-    register_figure,
-    scale_losses,
-    titled,
-)
+from kvq.report.figures import drawing as draw
 from kvq.report.labels import by_bits, label
 from kvq.report.tables.layout import DASH, Row, Table
 from kvq.results import Record, Store
@@ -52,12 +37,12 @@ def windows_table(record: Record, store: Store) -> pd.DataFrame:
     return pd.DataFrame(lines, columns=["window", "nll", "kl"])
 
 
-@titled
+@draw.titled
 def windows_figure(table: pd.DataFrame) -> Figure:
     """Loss and KL divergence by window of the text."""
-    made, axes = panels(1, 2.6, 2, 1, sharex=True)
+    made, axes = draw.panels(1, 2.6, 2, 1, sharex=True)
     for index, (axis, name, text) in enumerate(zip(axes, ("nll", "kl"), ("loss", "KL"), strict=True)):
-        axis.bar(table["window"], table[name], 0.8, color=colour(index))
+        axis.bar(table["window"], table[name], 0.8, color=draw.colour(index))
         axis.set_ylabel(f"{text}\n(nats/token)")
     axes[1].set_xlabel("window")
     return made
@@ -78,27 +63,23 @@ def places_figure(numbers: pd.DataFrame, words: str, whole: bool = False) -> Fig
     """A line per method with standard errors."""
     [metric] = set(numbers.columns) & {"delta_nll", "kl_mean"}
     runs = {run_name(*run): part for run, part in numbers.groupby(["method", "bits"], sort=False)}
-    made, axis = panels(1, 2.4 + 0.08 * len(runs))
-    for name, look in lines_of(runs).items():
+    made, axis = draw.panels(1, 2.4 + 0.08 * len(runs))
+    for name, look in draw.lines_of(runs).items():
         error = runs[name]["se"].astype(float).fillna(0.0)
         own: dict[str, Any] = {**look._asdict(), "capsize": 1.5, "markersize": 3.5, "label": name}
         axis.errorbar(runs[name]["first"], runs[name][metric], error, **own)
     if metric == "delta_nll":
-        draw_level(axis)
+        draw.draw_level(axis)
     else:
         axis.set_yscale("log")
     named = {"delta_nll": "loss over full precision (nats/token)", "kl_mean": "mean KL (nats/token)"}
-    dress(axis, words, named[metric], whole=whole)
-    legend_below(made, axis, 2)
+    draw.dress(axis, words, named[metric], whole=whole)
+    draw.legend_below(made, axis, 2)
     return made
 
 
 def valley_table(records: Sequence[Record], store: Store) -> pd.DataFrame:
-    """Runs by method and bits: ΔNLL to full precision with its error, and the paired change from the width before.
-
-    `valley`: the loss is higher than at the next smaller width beyond noise, all steps tested together. Empty for fewer
-    widths than `_FEWEST_WIDTHS`.
-    """
+    """ΔNLL by method and bits, and the paired step from the width before; `valley`: a rise beyond noise."""
     lines: list[dict[str, Any]] = []
     wanted = [record for record in records if record.bits.isdecimal() and "delta_nll" in record.metrics]
     wanted.sort(key=lambda r: (label(r), int(r.bits)))
@@ -119,19 +100,16 @@ def valley_table(records: Sequence[Record], store: Store) -> pd.DataFrame:
     return pd.DataFrame(lines)
 
 
-@register_figure("widths", "More bits, less loss? {where}", valley_table, of="all", task="ppl", note=NOISE_RULE)
+@draw.register_figure("widths", "More bits, less loss? {where}", valley_table, of="all", task="ppl", note=NOISE_RULE)
 def valley_figure(table: pd.DataFrame) -> Figure:
-    """ΔNLL by bits on a scale that is linear near 0; rings: higher than at one bit less, beyond noise.
-
-    The `MOST_LINES` best methods are drawn; the CSV has all.
-    """
-    best = table.groupby("method", sort=False)["delta_nll"].min().nsmallest(MOST_LINES).index
+    """ΔNLL by bits of the `MOST_LINES` best methods; rings: higher than at one bit less, beyond noise."""
+    best = table.groupby("method", sort=False)["delta_nll"].min().nsmallest(draw.MOST_LINES).index
     table = table[table["method"].isin(best)]
-    looks = lines_of(table["method"])
+    looks = draw.lines_of(table["method"])
     wide = 1 if len(looks) <= _FEW else 2
-    columns = legend_columns(list(looks), wide)
+    columns = draw.legend_columns(list(looks), wide)
     ring: dict[str, Any] = {"markersize": 9, "markerfacecolor": "none", "color": "black"}
-    made, axis = panels(wide, 2.4 + 0.15 * math.ceil(len(looks) / columns))
+    made, axis = draw.panels(wide, 2.4 + 0.15 * math.ceil(len(looks) / columns))
     for place, (method, part) in enumerate(table.groupby("method", sort=False)):
         aside = _ASIDE * (place - (len(looks) - 1) / 2) / len(looks)  # so that bars of one width can be told apart
         look = {**looks[str(method)]._asdict(), "elinewidth": 0.6, "capsize": 1.2, "markersize": 3}
@@ -139,11 +117,11 @@ def valley_figure(table: pd.DataFrame) -> Figure:
         axis.errorbar(part["bits"] + aside, part["delta_nll"], error, label=str(method), **look)
         worse = part[part["valley"]]
         axis.plot(worse["bits"] + aside, worse["delta_nll"], "o", **ring)
-    scale_losses(axis, table["delta_nll"])
-    draw_level(axis)
+    draw.scale_losses(axis, table["delta_nll"])
+    draw.draw_level(axis)
     words = ("bits (ring: worse than one bit less, beyond noise)", METRICS["delta_nll"].title)
-    dress(axis, *words, grid="both", whole=True)
-    legend_below(made, axis, columns, handlelength=2.6)
+    draw.dress(axis, *words, grid="both", whole=True)
+    draw.legend_below(made, axis, columns, handlelength=2.6)
     return made
 
 
@@ -155,30 +133,23 @@ _ACROSS, _UP, _CELL, _LETTER, _AROUND = 1.15, 0.55, 0.11, 0.062, 1.25
 def needle_grid(rows: Sequence[Row], store: Store) -> pd.DataFrame:
     """Outcomes of every run by length (tokens) and depth: one line per cell, shares of its items."""
     lines: list[dict[str, Any]] = []
-    for row in rows:
-        if row.record.status != "done":
-            continue
-        samples = [sample for sample in store.samples_of(row.record) if "skipped" not in sample]
-        cells = sorted({(sample["length"], sample["depth"]) for sample in samples})
-        for length, depth in cells:
-            here = [sample["outcome"] for sample in samples if (sample["length"], sample["depth"]) == (length, depth)]
+    for row in (row for row in rows if row.record.status == "done"):
+        cells: dict[tuple[int, float], list[str]] = defaultdict(list)
+        for sample in store.samples_of(row.record):
+            if "skipped" not in sample:
+                cells[sample["length"], sample["depth"]].append(sample["outcome"])
+        for (length, depth), here in sorted(cells.items()):
             shares = {outcome: here.count(outcome) / len(here) for outcome in _OUTCOMES}
-            lines.append(
-                {"method": row.name, "bits": row.bits, "length": length, "depth": depth, "items": len(here)} | shares
-            )
+            about = {"method": row.name, "bits": row.bits, "length": length, "depth": depth, "items": len(here)}
+            lines.append(about | shares)
     return pd.DataFrame(lines, columns=["method", "bits", "length", "depth", "items", *_OUTCOMES])
 
 
-def grid_of_run(record: Record, store: Store) -> pd.DataFrame:
-    """`needle_grid` of one run."""
-    return needle_grid([Row(record, label(record), record.bits)], store)
-
-
-@register_figure(
+@draw.register_figure(
     "niah", "Needles found: {where}", lambda table, store: needle_grid(table.rows, store), of="table", task="niah"
 )
 def needles_figure(grid: pd.DataFrame) -> Figure:
-    """A row of panels per method, a column per width: the share of needles found, depth (top: start) by length."""
+    """A row per method (a dash: not measured), a column per width: share of needles found, depth by length."""
     methods, widths = list(dict.fromkeys(grid["method"])), sorted(dict.fromkeys(grid["bits"]), key=by_bits)
     found = {
         (str(method), str(bits)): cells.pivot(index="depth", columns="length", values="hit")
@@ -189,19 +160,10 @@ def needles_figure(grid: pd.DataFrame) -> Figure:
         methods.remove("fp16")
         share = float(grid[grid["method"] == "fp16"]["hit"].mean())
         widths = [bits for bits in widths if any((method, bits) in found for method in methods)]
-    return _grid_of(found, methods, widths, "" if share is None else f"; full precision finds {100 * share:.1f}%")
-
-
-def _grid_of(
-    found: Mapping[tuple[str, str], pd.DataFrame], methods: Sequence[str], widths: Sequence[str], said: str
-) -> Figure:
-    """Rows are methods from above, columns widths; a dash stands for a pair that was not measured.
-
-    `found`: (method, bits) -> share of needles found, by depth (rows) and length (columns).
-    """
+    said = "" if share is None else f"; full precision finds {100 * share:.1f}%"
     depths = max((len(panel.index) for panel in found.values()), default=1)
     names = _LETTER * max(map(len, methods), default=1)
-    across = max(COLUMN, names + 1.1 + _ACROSS * len(widths))
+    across = max(draw.COLUMN, names + 1.1 + _ACROSS * len(widths))
     made = Figure(figsize=(across, _AROUND + len(methods) * max(_UP, _CELL * depths)), layout="constrained")
     axes = made.subplots(len(methods), len(widths), squeeze=False)
     image = None
@@ -214,10 +176,10 @@ def _grid_of(
             if panel is None:
                 axis.set(xticks=[], yticks=[])
                 axis.spines[:].set_visible(False)
-                axis.text(0.5, 0.5, DASH, ha="center", va="center", color=GREY, transform=axis.transAxes)
+                axis.text(0.5, 0.5, DASH, ha="center", va="center", color=draw.GREY, transform=axis.transAxes)
                 continue
-            image = draw_heat(axis, panel, vmin=0, vmax=1, interpolation="nearest")
-            hide_frame(axis)
+            image = draw.draw_heat(axis, panel, vmin=0, vmax=1, interpolation="nearest")
+            draw.hide_frame(axis)
             lengths = [f"{length:g}" for length in panel.columns]
             axis.set_xticks(range(len(lengths)), lengths if row == filled[-1] else [""] * len(lengths), rotation=90)
             places = range(0, len(panel.index), max(1, (len(panel.index) - 1) // 2))

@@ -9,7 +9,6 @@ function recordOf(run) {
   const fields = { ...parts(record.fields), key: run.key, metrics: Object.fromEntries(run.metrics), config: parts(record.config),
     provenance: { ...parts(record.provenance), ...record.own } };
   const whole = Object.fromEntries(Object.entries(fields).sort(([first], [second]) => (first < second ? -1 : 1)));
-  if (record.left_out) whole["(left out)"] = `${record.left_out} more metrics; the record has them`;
   return whole;
 }
 

@@ -1,7 +1,4 @@
-"""Tables of runs: records grouped by protocol, their rows and notes.
-
-Everything here is a function of the store; no model and no codec is loaded.
-"""
+"""Tables of runs: records grouped by protocol, their rows and notes; no model and no codec is loaded."""
 
 from __future__ import annotations
 
@@ -15,17 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvq.errors import RecordError, printable
-from kvq.report.comparisons import (
-    Comparisons,
-    Verdicts,
-    effective_bits,
-    frontier,
-    is_noise,
-    measured_bits,
-    read_records,
-    samples_of,
-    widths,
-)
+from kvq.report import comparisons as compare
 from kvq.report.labels import by_bits, is_variant, keeps_first, label, model_name, protocol_departures
 from kvq.report.labels import protocol as protocol_of
 from kvq.report.tables.layout import LISTED, Continuation, Row, Table, Tables, Texts
@@ -38,10 +25,8 @@ from kvq.results.statistics import holm
 if TYPE_CHECKING:
     import pandas as pd
 
-# Characters of a fingerprint that are shown, and the name under which it is shown.
-_HASH = 40
-# Characters of the names in a file's name, which 255 bytes limit with what figures put before them.
-_SLUG = 150
+# Characters that are shown of a fingerprint, and of names in a file's name, which 255 bytes limit.
+_HASH, _SLUG = 40, 150
 _WEIGHTS = {"model.fingerprint": "weights", "dataset.fingerprint": "text"}
 
 
@@ -54,38 +39,31 @@ def build_tables(
 ) -> Tables:
     """Group the records of a store into one table per protocol (task, model, dataset, seed with all their settings).
 
-    Args:
-        store: where the records are.
-        keys: show only these runs, with the full-precision runs they are paired with; None shows all.
-        stale: whether a version of a record is out of date; None compares with the versions now.
-        scanned: what `read_records` gave, so that the folder is not read twice.
+    `keys`: of the runs that are shown, with full precision's; `stale`: whether a record's version is out of date (None:
+    by those now); `scanned`: what `read_records` gave, so that the folder is not read twice.
     """
-    records, broken = scanned or read_records(store, keys)
+    records, broken = scanned or compare.read_records(store, keys)
     if keys is not None:
         wanted = set(keys) | {record.baseline_key for record in records if record.key in keys}
         records = [record for record in records if record.key in wanted]
     groups: dict[str, list[Record]] = defaultdict(list)
     for record in records:
         groups[run_key(_protocol_settings(record))].append(record)
-    _join_baselines(groups)
+    asking: dict[str, set[str]] = defaultdict(set)
+    for name, group in groups.items():
+        for record in group:
+            asking[record.baseline_key or ""].add(name)
+    # Full precision that lacks settings of its runs (`task.free`) joins their table, if no others need it.
+    for name, group in list(groups.items()):
+        if len(group) == 1 and len(asked := asking[group[0].key]) == 1 and name not in asked:
+            groups[asked.pop()] += groups.pop(name)
     unused: dict[Path, str] = {}
-    comparisons = Comparisons(lambda record: samples_of(record, store, unused))
+    comparisons = compare.Comparisons(lambda record: compare.samples_of(record, store, unused))
     stale = stale or staleness()
     tables = [_make_table(name, groups[name], comparisons, stale) for name in sorted(groups)]
     reasons = {file.path: file.reason for file in broken} | unused
     files = tuple(Broken(path, reason) for path, reason in reasons.items())
     return Tables(tuple(sorted(distinguish_titles(tables), key=lambda table: table.slug)), files)
-
-
-def _join_baselines(groups: dict[str, list[Record]]) -> None:
-    """Put full precision that lacks settings of its runs (`task.free`) in their table, if no others need it."""
-    asking: dict[str, set[str]] = defaultdict(set)
-    for name, group in groups.items():
-        for record in group:
-            asking[record.baseline_key or ""].add(name)
-    for name, group in list(groups.items()):
-        if len(group) == 1 and len(asked := asking[group[0].key]) == 1 and name not in asked:
-            groups[asked.pop()] += groups.pop(name)
 
 
 def distinguish_titles(tables: Sequence[Table]) -> list[Table]:
@@ -112,10 +90,7 @@ def _protocol_settings(run: Record) -> dict[str, Any]:
 
 
 def _make_table(
-    protocol: str,
-    records: Sequence[Record],
-    comparisons: Comparisons,
-    stale: Callable[[Record], bool],
+    protocol: str, records: Sequence[Record], comparisons: compare.Comparisons, stale: Callable[[Record], bool]
 ) -> Table:
     """The table of all runs of one protocol, whose hash `protocol` is; arguments as what `build_tables` makes them."""
     first = min(records, key=lambda run: (run.task, run.model, run.dataset, run.key))
@@ -137,8 +112,8 @@ def _make_table(
 
 
 def _make_rows(
-    records: Sequence[Record], comparisons: Comparisons, stale: Callable[[Record], bool]
-) -> tuple[tuple[Row, ...], Verdicts]:
+    records: Sequence[Record], comparisons: compare.Comparisons, stale: Callable[[Record], bool]
+) -> tuple[tuple[Row, ...], compare.Verdicts]:
     """The rows of a table of these runs, and verdicts on all pairs of methods and each name's neighbouring widths."""
     baselines = {record.baseline_key for record in records} | {r.key for r in records if r.method == "fp16"}
     names = _name_rows(records)
@@ -146,55 +121,50 @@ def _make_rows(
     known = {record.key: record for record in records}
     variants = {record.key for record in done if is_variant(record)}
     corrected = holm({r.key: r.metrics["p_value"] for r in done if "p_value" in r.metrics})
-    noisy = {record.key for record in done if is_noise(record, corrected.get(record.key))}
+    noisy = {record.key for record in done if compare.is_noise(record, corrected.get(record.key))}
     methods = [record for record in done if record.key not in variants]
     by_name: dict[str, list[Record]] = defaultdict(list)
     for record in done:
         by_name[names[record.key]].append(record)
-    verdicts = Verdicts(methods, comparisons, (pair for runs in by_name.values() for pair in widths(runs)))
+    verdicts = compare.Verdicts(
+        methods, comparisons, (pair for runs in by_name.values() for pair in compare.widths(runs))
+    )
     rivals = [record for record in done if record.key not in variants or keeps_first(record)]
-    paying = {record.key: break_even(record.metrics, [one.metrics for one in rivals]) for record in done}
-    best, best_measured = (frontier(methods, verdicts, bits) for bits in (effective_bits, measured_bits))
-
-    def shown(place: int | None) -> str:
-        """The name and bits of a method."""
-        return "" if place is None else f"{names[rivals[place].key]} {rivals[place].bits}".strip()
+    rival_names = [f"{names[one.key]} {one.bits}".strip() for one in rivals]
+    found = {record.key: break_even(record.metrics, [one.metrics for one in rivals]) for record in done}
+    paying = {key: (own[0], "" if own[1] is None else rival_names[own[1]]) for key, own in found.items() if own}
+    best, best_measured = (
+        compare.frontier(methods, verdicts, bits) for bits in (compare.effective_bits, compare.measured_bits)
+    )
 
     ordered = sorted(records, key=lambda r: (r.key not in baselines, names[r.key], by_bits(r.bits), r.key))
-    rows: list[Row] = []
-    footnotes = 0
-    for record in ordered:
-        baseline = record.key in baselines
-        footnotes += record.status != "done"
-        rows.append(
-            Row(
-                record=record,
-                name=names[record.key],
-                bits=record.bits or (cache_dtype(record) if baseline else "fixed"),
-                baseline=baseline,
-                within_noise=record.key in noisy,
-                best=record.key in best,
-                best_measured=record.key in best_measured,
-                stale=stale(record),
-                footnote=None if record.status == "done" else footnotes,
-                p_value=corrected.get(record.key),
-                variant=record.key in variants,
-                unquantized=not baseline and is_unquantized(record, known),
-                pays=None if (own := paying.get(record.key)) is None else (own[0], shown(own[1])),
-            )
+    failed = [record.key for record in ordered if record.status != "done"]
+    footnotes = {key: number for number, key in enumerate(failed, 1)}
+    rows = tuple(
+        Row(
+            record=record,
+            name=names[record.key],
+            bits=record.bits or (cache_dtype(record) if record.key in baselines else "fixed"),
+            baseline=record.key in baselines,
+            within_noise=record.key in noisy,
+            best=record.key in best,
+            best_measured=record.key in best_measured,
+            stale=stale(record),
+            footnote=footnotes.get(record.key),
+            p_value=corrected.get(record.key),
+            variant=record.key in variants,
+            unquantized=record.key not in baselines and is_unquantized(record, known),
+            pays=paying.get(record.key),
         )
-    return tuple(rows), verdicts
+        for record in ordered
+    )
+    return rows, verdicts
 
 
 def is_unquantized(record: Record, known: Mapping[str, Record]) -> bool:
-    """Whether no token left full precision: no byte is packed, and effective bits are those of the run's baseline.
-
-    Args:
-        record: the run.
-        known: records by key, its baseline among them.
-    """
-    full, size = known.get(record.baseline_key or ""), effective_bits(record)
-    alike = full is not None and size is not None and size == effective_bits(full)
+    """Whether no token left full precision: no byte is packed, and effective bits are those of the run's baseline."""
+    full, size = known.get(record.baseline_key or ""), compare.effective_bits(record)
+    alike = full is not None and size is not None and size == compare.effective_bits(full)
     return alike and record.status == "done" and record.metrics.get("packed_bytes") == 0
 
 
@@ -219,12 +189,7 @@ def _name_rows(records: Sequence[Record]) -> dict[str, str]:
 
 
 def _list_settings(run: Record, records: Sequence[Record]) -> tuple[str, ...]:
-    """The lines above a table: settings of task, model, data set and seed that are not null, and what was scored.
-
-    Args:
-        run: any run of the table.
-        records: all of them; windows, tokens or items are named where all scored as many.
-    """
+    """The lines above a table of `records`, one of them `run`: settings that are not null, and what was scored."""
     lines = []
     for name, value in _protocol_settings(run).items():
         leaves = [f"{leaf}={text}" if leaf else text for leaf, text in sorted(flatten(value)) if text != "null"]
@@ -241,26 +206,16 @@ def _list_settings(run: Record, records: Sequence[Record]) -> tuple[str, ...]:
 
 
 TASK = "generate"
-_LONGEST = 20_000
-"""Characters of a text that are shown."""
 
 
 def texts_of(rows: Sequence[Row], samples: Callable[[Record], list[dict[str, Any]]]) -> Texts | None:
-    """The texts of the runs of a table; None where they wrote none, or their samples are gone.
-
-    Args:
-        samples: gives the stored samples of a run.
-    """
+    """The texts of the runs of a table, from their stored samples; None where they wrote none, or these are gone."""
     found = []
-    for row in rows:
-        if row.record.task != TASK or row.record.status != "done":
-            continue
+    for row in (row for row in rows if row.record.task == TASK and row.record.status == "done"):
         with suppress(RecordError):
             first = next(iter(samples(row.record)), {})
             if all(isinstance(first.get(name), str) for name in ("prompt", "text")):
-                texts = (printable(first[name]) for name in ("prompt", "text"))
-                prompt, text = (t if len(t) <= _LONGEST else f"{t[: _LONGEST - 1]}…" for t in texts)
-                found.append((row, prompt, text))
+                found.append((row, printable(first["prompt"]), printable(first["text"])))
     if not found:
         return None
     full = next((text for row, _, text in found if row.baseline), None)
@@ -274,8 +229,7 @@ def _compare_text(row: Row, text: str, full: str | None) -> Continuation:
         return Continuation(name, "the same text as full precision" * (text == full and not row.baseline), text, "", "")
     same, metrics = os.path.commonprefix([text, full]), row.record.metrics  # noqa: RUF071 - of characters, not folders
     rest = text[len(same) :]
-    word = re.match(r"\s*\S*", rest)
-    cut = word.end() if word else 0
+    cut = len(rest) - len(re.sub(r"^\s*\S*", "", rest))
     shared = f"{metrics.get('same_tokens', 0):.0f} of {metrics.get('new_tokens', 0):.0f} tokens as full precision"
     return Continuation(name, shared, same, rest[:cut], rest[cut:])
 
@@ -287,40 +241,28 @@ _MACHINE = ("peak_memory_bytes", "device", "cpu", "started")
 
 
 def load_results(folder: str | Path = "results") -> pd.DataFrame:
-    """One row for each run on record, by table, full precision first.
+    """One row for each run on record of a results folder, by table, full precision first.
 
-    Args:
-        folder: a results folder, with `runs/` in it.
-
-    Returns:
-        At most 60 columns. `label`: the method with what departs from its preset; `method`, `bits`, `task`, `model`,
-        `dataset`, `status`, `reason`: as records have them; `protocol`: what departs from the presets of task, model
-        and text; `table`: runs with the same one may be compared; `baseline`, `within_noise`, `best`, `stale`,
-        `p_holm`: the verdicts of the tables; `task.*`: settings of the protocol; a column for each of `FRAME_METRICS`,
-        in the units of the records; `seconds`, `peak_memory_bytes`, `device`, `cpu`, `started`, `key`, `baseline_key`.
-
-    Raises:
-        RecordError: a folder without records, or that cannot be listed.
+    At most 60 columns. `label`: the method with what departs from its preset; `method`, `bits`, `task`, `model`,
+    `dataset`, `status`, `reason`: as records have them; `protocol`: what departs from the presets of task, model and
+    text; `table`: runs with the same one may be compared; `baseline`, `within_noise`, `best`, `stale`, `p_holm`: the
+    tables' verdicts; `task.*`: settings; a column for each of `FRAME_METRICS`, in the units of the records; `seconds`,
+    `peak_memory_bytes`, `device`, `cpu`, `started`, `key`, `baseline_key`. `RecordError`: a folder without records.
     """
     import pandas as pd
 
     store = Store(folder)
     names = ("method", "bits", "task", "model", "dataset", "status", "reason")
     lines = [
-        {
-            "label": row.name,
-            **{name: getattr(row.record, name) for name in names},
-            "protocol": table.words,
-            "table": table.slug,
-            **{name: getattr(row, name) for name in ("baseline", "within_noise", "best", "stale")},
-            "p_holm": row.p_value,
-            **{f"task.{name}": row.record.config.get("task", {}).get(name) for name in _SETTINGS},
-            **{name: row.record.metrics.get(name) for name in FRAME_METRICS},
-            "seconds": sum(row.record.provenance.wall_seconds.values()),
-            **{name: getattr(row.record.provenance, name) for name in _MACHINE},
-            "key": row.record.key,
-            "baseline_key": row.record.baseline_key,
-        }
+        {"label": row.name, **{name: getattr(row.record, name) for name in names}}
+        | {"protocol": table.words, "table": table.slug}
+        | {name: getattr(row, name) for name in ("baseline", "within_noise", "best", "stale")}
+        | {"p_holm": row.p_value}
+        | {f"task.{name}": row.record.config.get("task", {}).get(name) for name in _SETTINGS}
+        | {name: row.record.metrics.get(name) for name in FRAME_METRICS}
+        | {"seconds": sum(row.record.provenance.wall_seconds.values())}
+        | {name: getattr(row.record.provenance, name) for name in _MACHINE}
+        | {name: getattr(row.record, name) for name in ("key", "baseline_key")}
         for table in build_tables(store).tables
         for row in table.rows
     ]

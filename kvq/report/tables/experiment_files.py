@@ -9,6 +9,7 @@ from pathlib import Path
 
 from kvq.report.command import write_files
 from kvq.report.labels import ON_TEST_TEXT
+from kvq.report.tables import formats
 from kvq.report.tables.experiments import (
     Answers,
     Experiment,
@@ -17,15 +18,6 @@ from kvq.report.tables.experiments import (
     labels_of,
     shown_cells,
     stand_in_cells,
-)
-from kvq.report.tables.formats import (
-    PREAMBLE,
-    csv_of,
-    escape_markdown,
-    landscape,
-    markdown_rows,
-    markdown_table,
-    one_line,
 )
 from kvq.report.tables.layout import DASH, UNQUANTIZED, Sheet, fixed
 from kvq.report.tables.notes import STALE
@@ -84,59 +76,40 @@ def _by_machine(cells: Sequence[Shown]) -> list[tuple[str, list[Shown]]]:
 
 
 def _make_grid(experiment: Experiment, cells: Sequence[Shown], section: str) -> Sheet:
-    """One table of an experiment: labels of rows, bits, then a column for each combination of the other labels.
-
-    `section`: what its title says besides the experiment's; a label that all cells share stands there too.
-    """
+    """A table of an experiment, with the decimals that the paper prints, else three; `section`: in its title."""
     rows = [axis for axis in experiment.rows if any(cell.asked.labels.get(axis) for cell in cells)]
     others = [axis for axis in AXES if axis not in (*experiment.rows, *experiment.sections)]
     columns = [axis for axis in others if len(labels_of(cells, [axis])) > 1]
     constant = [label for axis in others if axis not in columns for (label,) in labels_of(cells, [axis])]
     printed = any(cell.published is not None for cell in cells)
     numbers: dict[str, int] = {}
-    lines = []
-    titles, digits = labels_of(cells, columns), _count_digits(cells)
+    digits: dict[str, int] = {}
+    for cell in cells:
+        if cell.published is not None:
+            decimals = f"{cell.published.value:.4f}".rstrip("0").partition(".")[2]
+            digits[cell.asked.metric] = max(digits.get(cell.asked.metric, 0), len(decimals))
+    titles, lines = labels_of(cells, columns), []
     for row in labels_of(cells, rows):
         here = [cell for cell in cells if labels_of([cell], rows) == [row]]
         places = {labels_of([cell], columns)[0]: cell for cell in here}
         shown = [
-            _cell_text(cell, numbers, digits.get(cell.asked.metric, 3), printed) if (cell := places.get(title)) else ""
+            _cell_text(one, numbers, digits.get(one.asked.metric, 3), printed) if (one := places.get(title)) else ""
             for title in titles
         ]
-        lines.append([*row, *_bits_of_row(here, printed), *shown])
+        bits = [[cell.published.avg_bits for cell in here if cell.published and cell.published.avg_bits]] * printed
+        for own in ([cell.bits for cell in here], [cell.effective_bits for cell in here]):
+            bits.append([fixed(one, 3) for one in own if one is not None])
+        lines.append([*row, *(", ".join(dict.fromkeys(texts)) or DASH for texts in bits), *shown])
     what = ", ".join(filter(None, ["measured / published / difference" if printed else "measured", experiment.units]))
     names = [", ".join(filter(None, title)) or what for title in titles]
-    bits = [*_BITS[:1]] * printed + [*_BITS[1:]]
     title = ": ".join(filter(None, [experiment.title, "; ".join(filter(None, [section, *constant]))]))
     notes = [f"Cells: {what}."] if columns else []
     notes += _notes_of(experiment, cells, numbers)
-    return Sheet(title, [*rows, *bits, *names], lines, range(len(rows)), notes=notes)
-
-
-def _bits_of_row(cells: Sequence[Shown], printed: bool) -> list[str]:
-    """Texts of a row's bits: as published (where the table has a published number), measured and effective."""
-    found = [[cell.published.avg_bits for cell in cells if cell.published and cell.published.avg_bits]] * printed
-    for bits in ([cell.bits for cell in cells], [cell.effective_bits for cell in cells]):
-        found.append([fixed(one, 3) for one in bits if one is not None])
-    return [", ".join(dict.fromkeys(row)) or DASH for row in found]
-
-
-def _count_digits(cells: Sequence[Shown]) -> dict[str, int]:
-    """Decimals by metric: as many as the paper prints of it; three where nothing is published."""
-    digits: dict[str, int] = {}
-    for cell in cells:
-        if cell.published is not None:
-            text = f"{cell.published.value:.4f}".rstrip("0")
-            metric = cell.asked.metric
-            digits[metric] = max(digits.get(metric, 0), len(text.partition(".")[2]))
-    return digits
+    return Sheet(title, [*rows, *_BITS[not printed :], *names], lines, range(len(rows)), notes=notes)
 
 
 def _cell_text(cell: Shown, numbers: dict[str, int], digits: int, printed: bool) -> str:
-    """A cell as text: measured, and where the table has published numbers (`printed`) those and the difference.
-
-    `numbers` takes the reason why there is no measured one, under the number of its note.
-    """
+    """A cell as text, with published number and difference if `printed`; `numbers` takes reasons for notes."""
     if cell.value is None:
         mark = f" [{numbers.setdefault(cell.reason, len(numbers) + 1)}]" if cell.reason else ""
         measured = f"{DASH}{mark}"
@@ -188,7 +161,7 @@ def markdown(experiment: Experiment, grids: Sequence[Sheet]) -> str:
     for choice, runs in experiment.waiting.items():
         lines.append(f"\nNot in this version: `{choice}`, which {runs} of the runs need.")
     for grid in grids:
-        lines += ["", f"## {escape_markdown(grid.title)}", "", *markdown_rows(grid), ""]
+        lines += ["", f"## {formats.escape_markdown(grid.title)}", "", *formats.markdown_rows(grid), ""]
         lines += [f"- {_as_code(note)}" for note in grid.notes]
     return "\n".join(lines).rstrip() + "\n"
 
@@ -196,49 +169,37 @@ def markdown(experiment: Experiment, grids: Sequence[Sheet]) -> str:
 def _as_code(note: str) -> str:
     """A note as Markdown: a command that kvq wrote becomes code, all other text is escaped."""
     said, begin, line = note.partition("python run.py ")
-    ours = begin and said.startswith(_OWN)  # a record's reason may look like a command
-    return f"{escape_markdown(said)}`{begin}{one_line(line).replace('`', '')}`" if ours else escape_markdown(note)
+    if not (begin and said.startswith(_OWN)):  # a record's reason may look like a command
+        return formats.escape_markdown(note)
+    return f"{formats.escape_markdown(said)}`{begin}{formats.one_line(line).replace('`', '')}`"
 
 
 def latex(experiment: Experiment, grids: Sequence[Sheet]) -> str:
     """The tables for a paper, with booktabs; commands of what is missing are comments."""
-    lines = [PREAMBLE]
+    lines = [formats.PREAMBLE]
     for index, grid in enumerate(grids):
         own = [note for note in grid.notes if note.startswith(_OWN)]
         label = f"tab:{slug(experiment)}" + (f"-{index + 1}" if len(grids) > 1 else "")
         notes = [note for note in grid.notes if note not in own]
-        lines.append(landscape(replace(grid, label=label, notes=notes, comments=own)))
+        lines.append(formats.landscape(replace(grid, label=label, notes=notes, comments=own)))
     return "\n".join(lines).rstrip() + "\n"
 
 
 def csv(filled: Filled) -> str:
     """One line per cell, numbers in full, with the commands of runs that are missing."""
-    cells = [(cell, "") for cell in filled.cells]
-    cells += [(cell, model) for model, here in filled.stand_ins.items() for cell in here]
+    cells = [(cell, model) for model, here in ({"": filled.cells} | filled.stand_ins).items() for cell in here]
     rows = [
-        {
-            **{axis: cell.asked.labels.get(axis, "") for axis in AXES},
-            "stand_in": stand_in,
-            "machine": cell.machine,
-            "read": cell.asked.metric,
-            "units": filled.experiment.units,
-            "measured": cell.value,
-            "standard_error": cell.error,
-            "published": cell.published.value if cell.published else None,
-            "difference": cell.difference,
-            "published_bits": cell.published.avg_bits if cell.published else "",
-            "measured_bits": cell.bits,
-            "effective_bits": cell.effective_bits,
-            "within_noise": cell.within_noise,
-            "unquantized": cell.unquantized,
-            "stale": cell.stale,
-            "reason": " ".join((cell.reason or "").split()),
-            "note": cell.published.note if cell.published else "",
-            "missing": " ; ".join(cell.missing),
-        }
+        {axis: cell.asked.labels.get(axis, "") for axis in AXES}
+        | {"stand_in": stand_in, "machine": cell.machine, "read": cell.asked.metric, "units": filled.experiment.units}
+        | {"measured": cell.value, "standard_error": cell.error}
+        | {"published": cell.published.value if cell.published else None, "difference": cell.difference}
+        | {"published_bits": cell.published.avg_bits if cell.published else "", "measured_bits": cell.bits}
+        | {name: getattr(cell, name) for name in ("effective_bits", "within_noise", "unquantized", "stale")}
+        | {"reason": " ".join((cell.reason or "").split()), "note": cell.published.note if cell.published else ""}
+        | {"missing": " ; ".join(cell.missing)}
         for cell, stand_in in cells
     ]
-    return csv_of(rows)
+    return formats.csv_of(rows)
 
 
 def slug(experiment: Experiment) -> str:
@@ -249,7 +210,7 @@ def slug(experiment: Experiment) -> str:
 def _title(experiment: Experiment) -> str:
     """Title of an experiment as Markdown: its paper and table, and what it shows."""
     where = " ".join(filter(None, [experiment.paper, experiment.table]))
-    return escape_markdown(f"{where}: {experiment.title}")
+    return formats.escape_markdown(f"{where}: {experiment.title}")
 
 
 def write_experiments(
@@ -264,9 +225,9 @@ def write_experiments(
         files |= {f"{name}.md": markdown(experiment, grids), f"{name}.tex": latex(experiment, grids)}
         files[f"{name}.csv"] = csv(filled)
         done = f"{sum(cell.value is not None for cell in filled.cells)} of {len(filled.cells)}"
-        never = (f"{count}: {escape_markdown(reason)}" for reason, count in count_refused(filled.cells).items())
+        never = (f"{count}: {formats.escape_markdown(reason)}" for reason, count in count_refused(filled.cells).items())
         cells = [f"`{experiment.name}`", f"[{_title(experiment)}]({name}.md)", done, ", ".join(filled.stand_ins)]
         cells += [str(experiment.runs), ", ".join(experiment.waiting), "; ".join(never)]
         rows.append([cell or DASH for cell in cells])
-    table = "\n".join(markdown_table(_INDEX, rows, numbers={2, 4}))
+    table = "\n".join(formats.markdown_table(_INDEX, rows, numbers={2, 4}))
     return write_files("tables", out_dir, files | {INDEX: f"{_BEGIN}\n{table}\n"})

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import itertools
+import operator
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,6 +17,8 @@ from kvq.report.tables.readings import Published, Reference, read_metric, read_s
 from kvq.results import Record, is_stale, run_key
 from kvq.results.statistics import ALPHA
 
+Stale = Callable[[Record], bool]
+"""Whether a version of a record is out of date."""
 _COMPARISONS = ("same_answers", "same_tokens")
 NO_METRIC = "the run has no metric"
 """How the reason of a cell begins that its runs, though done, give no number."""
@@ -42,8 +46,8 @@ class Asked:
 class Experiment:
     """A table of a paper as it is asked for; `stand_ins`: model -> cells of a small run of the same shape.
 
-    `runs` counts the distinct runs of a full reproduction, `baselines` those of full precision besides; `waiting`:
-    choice that is not here yet -> runs that need it; `own`: labels that no paper prints, shown all the same.
+    `runs` counts distinct runs in full, `baselines` those of full precision besides; `waiting`: choice that is not here
+    yet -> runs that need it; `own`: labels that no paper prints, shown all the same.
     """
 
     name: str
@@ -65,11 +69,7 @@ class Experiment:
 
 @dataclass(frozen=True)
 class Shown:
-    """A cell with its numbers, `value`, its standard `error` and `published` in the table's units.
-
-    `error` is that of a single run whose record has one; `unquantized`: no token of any of its runs left full
-    precision; `reason`: why there is no value; `machine`: on which the times of its table were measured.
-    """
+    """A cell with its numbers in the table's units; `reason`: why there is no value; `machine`: of its times."""
 
     asked: Asked
     published: Published | None
@@ -92,15 +92,7 @@ class Shown:
 
 
 def signature(config: Mapping[str, Any], model: str, dataset: str) -> str:
-    """What a run measures, by the names of its model and its texts: known before any of them is loaded.
-
-    It is a hash of what the run's key is a hash of, without fingerprints and without the machine of a time, which a
-    table's cell does not know.
-
-    Args:
-        config: what the run's key is a hash of (`kvq.config.identity.canonical`).
-        model, dataset: their names, which stand for the fingerprints.
-    """
+    """A hash of a run's `canonical` settings, with names in place of fingerprints, without its machine."""
     parts = {name: part for name, part in config.items() if name != "machine"}
     method = parts.get("method")
     if isinstance(method, Mapping) and "calibration" in method:
@@ -131,25 +123,22 @@ class Answers(dict[Address, Record]):
         return {record.key: record for record in self.values()}
 
     @functools.cached_property
-    def machines(self) -> dict[str, list[str]]:
+    def machines(self) -> dict[str, set[str]]:
         """Machines on which times of a signature were measured."""
-        found: dict[str, list[str]] = defaultdict(list)
-        for place in self:
-            if place.machine:
-                found[place.signature].append(place.machine)
+        found: dict[str, set[str]] = defaultdict(set)
+        for place in filter(operator.attrgetter("machine"), self):
+            found[place.signature].add(place.machine)
         return found
 
     def find(self, run: CellRun, machine: str) -> Record | None:
         """The record of a run: a time measured on `machine`, or a record that depends on no machine."""
-        if run.signature is None:
-            return None
-        return self.get(Address(run.signature, machine)) or self.get(Address(run.signature))
+        signature = run.signature or ""
+        return self.get(Address(signature, machine)) or self.get(Address(signature))
 
 
 def address(record: Record) -> Address:
     """The address of a record in `Answers`: its signature, and of a time the machine that measured it."""
-    machine = str(record.config.get("machine") or "")
-    return Address(signature(record.config, record.model, record.dataset), machine)
+    return Address(signature(record.config, record.model, record.dataset), str(record.config.get("machine") or ""))
 
 
 def by_signature(records: Iterable[Record]) -> Answers:
@@ -164,28 +153,17 @@ def _machines_of(cells: Iterable[Asked], records: Answers) -> list[str]:
     return sorted({machine for name in signatures for machine in records.machines[str(name)]}) or [""]
 
 
-def shown_cells(
-    experiment: Experiment,
-    records: Answers,
-    reference: Reference,
-    stale: Callable[[Record], bool] = is_stale,
-) -> list[Shown]:
-    """The cells of a table that print something: those a paper has and `experiment.own`; all where none is published.
-
-    Times of different machines are never in one table: there is a cell for each machine.
-    """
+def shown_cells(experiment: Experiment, records: Answers, reference: Reference, stale: Stale = is_stale) -> list[Shown]:
+    """The cells that print something, for each machine: a paper's, `experiment.own`, all if nothing is published."""
     cells = []
-    for machine in _machines_of(experiment.cells, records):
-        for asked in experiment.cells:
-            published = reference.find(experiment.paper, experiment.table, asked.labels)
-            if published is not None or experiment.table is None or set(experiment.own) & set(asked.labels.values()):
-                cells.append(_fill_cell(asked, published, records, stale, machine, experiment))
+    for machine, asked in itertools.product(_machines_of(experiment.cells, records), experiment.cells):
+        published = reference.find(experiment.paper, experiment.table, asked.labels)
+        if published is not None or experiment.table is None or set(experiment.own) & set(asked.labels.values()):
+            cells.append(_fill_cell(asked, published, records, stale, machine, experiment))
     return cells
 
 
-def stand_in_cells(
-    experiment: Experiment, model: str, records: Answers, stale: Callable[[Record], bool] = is_stale
-) -> list[Shown]:
+def stand_in_cells(experiment: Experiment, model: str, records: Answers, stale: Stale = is_stale) -> list[Shown]:
     """The cells of a stand-in, by machine as `shown_cells`; nothing where none of its runs is there."""
     asked = experiment.stand_ins[model]
     machines = _machines_of(asked, records)
@@ -194,12 +172,7 @@ def stand_in_cells(
 
 
 def _fill_cell(
-    asked: Asked,
-    published: Published | None,
-    records: Answers,
-    stale: Callable[[Record], bool],
-    machine: str,
-    experiment: Experiment,
+    asked: Asked, published: Published | None, records: Answers, stale: Stale, machine: str, experiment: Experiment
 ) -> Shown:
     """A cell with what the records of its runs give, times of one machine; without a number and with the reason."""
     answers = [(run, records.find(run, machine)) for run in asked.runs]
@@ -211,7 +184,11 @@ def _fill_cell(
         reason = f"{failed.status}: {failed.reason or 'no reason recorded'}"
     if reason is not None or not found or missing:
         return Shown(asked, published, reason=reason, missing=missing, machine=machine)
-    value = _pool_metric(found, asked.metric, experiment.pool, records.by_key)
+    is_statistic, value = read_statistic(found, asked.metric, records.by_key)
+    if not is_statistic:
+        values = [read_metric(record, asked.metric) for record in found]
+        known = [one for one in values if one is not None]
+        value = sum(known) / (1 if experiment.pool == "sum" else len(known)) if len(known) == len(values) else None
     if value is None:
         return Shown(asked, published, reason=f"{NO_METRIC} '{asked.metric}'", machine=machine)
     single = found[0] if len(found) == 1 else None
@@ -232,31 +209,12 @@ def _fill_cell(
 
 
 def _within_noise(record: Record, metric: str) -> bool:
-    """Whether a run's metric is within noise of full precision: by a test of its own, else by the run's verdict.
-
-    Neither holds for one that was compared by itself with too few items for a p-value (`valid_json_lost`), nor for one
-    that is a comparison with full precision, such as `same_answers`.
-    """
-    if record.baseline_key is None:
-        return False
-    name = metric.removeprefix("percent of ")
-    if f"{name}_p" in record.metrics:
-        return record.metrics[f"{name}_p"] > ALPHA
-    if f"{name}_lost" in record.metrics or name in _COMPARISONS:
-        return False
-    return is_noise(record, record.metrics.get("p_value"))
-
-
-def _pool_metric(records: Sequence[Record], metric: str, pool: str, known: Mapping[str, Record]) -> float | None:
-    """What a cell's records give: a statistic over all of them, or their metric, pooled; None where one lacks it."""
-    is_statistic, value = read_statistic(records, metric, known)
-    if is_statistic:
-        return value
-    values = [read_metric(record, metric) for record in records]
-    found = [value for value in values if value is not None]
-    if len(found) < len(values):
-        return None
-    return sum(found) / (1 if pool == "sum" else len(found))
+    """Whether a metric is within noise of full precision: by its own test, if it can have one, else the run's."""
+    name, metrics = metric.removeprefix("percent of "), record.metrics
+    if record.baseline_key is None or f"{name}_p" in metrics:
+        return record.baseline_key is not None and metrics[f"{name}_p"] > ALPHA
+    alone = f"{name}_lost" in metrics or name in _COMPARISONS
+    return not alone and is_noise(record, metrics.get("p_value"))
 
 
 def _mean_of(metric: str, records: Sequence[Record]) -> float | None:

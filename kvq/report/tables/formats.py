@@ -22,18 +22,8 @@ from rich.text import Text as RichText
 
 from kvq.errors import RecordError, printable, reason_of
 from kvq.report.command import no_records, write_files
+from kvq.report.tables import layout
 from kvq.report.tables.build import build_tables
-from kvq.report.tables.layout import (
-    LISTED,
-    Sheet,
-    Table,
-    Tables,
-    Texts,
-    is_of_diagnostics,
-    is_of_items,
-    is_of_texts,
-    measured,
-)
 from kvq.report.tables.notes import shortest_notes
 from kvq.results import Store
 
@@ -42,7 +32,7 @@ PREAMBLE = "% needs " + "".join(f"\\usepackage{{{name}}}" for name in PACKAGES)
 _MINUS = re.compile(r"(?<![0-9A-Za-z.])-(?=[0-9])")
 
 
-def landscape(sheet: Sheet) -> str:
+def landscape(sheet: layout.Sheet) -> str:
     """A sheet as LaTeX: a `longtable` on pages turned sideways; columns of text have twice the width of numbers."""
     left = [column in sheet.left for column in range(len(sheet.header))]
     whole = len(left) + sum(left)
@@ -68,7 +58,7 @@ def landscape(sheet: Sheet) -> str:
     return "\n".join([*lines, "\\end{landscape}"]) + "\n"
 
 
-def _latex_cell(sheet: Sheet, row: int, column: int) -> str:
+def _latex_cell(sheet: layout.Sheet, row: int, column: int) -> str:
     """A cell of a sheet as LaTeX: escaped, with a minus sign before numbers, bold where the sheet says so."""
     text = escape_latex(sheet.rows[row][column])
     text = _breakable(text) if column in sheet.left else _MINUS.sub("$-$", text)
@@ -81,10 +71,10 @@ def _breakable(text: str) -> str:
     return text.replace("\\_", "\\_\\allowbreak{}").replace("/", "/\\allowbreak{}")
 
 
-CSV_METRICS: list[str] = LISTED["csv"]
+CSV_METRICS: list[str] = layout.LISTED["csv"]
 
 
-def markdown(table: Table) -> str:
+def markdown(table: layout.Table) -> str:
     """The table as GitHub Markdown, its protocol above and its notes below."""
     lines = [f"# {escape_markdown(table.title)}", ""]
     lines += [f"- {escape_markdown(line)}" for line in table.protocol]
@@ -93,7 +83,7 @@ def markdown(table: Table) -> str:
     return "\n".join(lines).rstrip() + "\n"
 
 
-def markdown_rows(sheet: Sheet) -> list[str]:
+def markdown_rows(sheet: layout.Sheet) -> list[str]:
     """Lines of a sheet's header and rows."""
     rows = [list(map(escape_markdown, row)) for row in sheet.rows]
     for row, column in sheet.bold:
@@ -102,38 +92,30 @@ def markdown_rows(sheet: Sheet) -> list[str]:
     return markdown_table(list(map(escape_markdown, sheet.header)), rows, numbers)
 
 
-def csv(table: Table) -> str:
+def csv(table: layout.Table) -> str:
     """One line per run: names, status, marks and every number in full; no metric, no text in its place."""
     named = {name for row in table.rows for name in row.record.metrics}
     metrics = (*CSV_METRICS, *sorted(name for name in named if name.startswith(("preset_", "agreement_"))))
-    if is_of_items(table) or is_of_diagnostics(table) or is_of_texts(table):
-        metrics = tuple(sorted({name for row in table.rows for name in row.record.metrics}))
+    if layout.is_of_items(table) or layout.is_of_diagnostics(table) or layout.is_of_texts(table):
+        metrics = tuple(sorted(named))
     rows = [
-        {
-            "method": row.name,
-            "bits": row.record.bits,
-            "status": row.record.status,
-            "reason": one_line(row.record.reason or ""),
-            "baseline": row.baseline,
-            "within_noise": row.within_noise,
-            "best": row.best,
-            "stale": row.stale,
-            **({"p_holm": row.p_value} if is_of_items(table) else {}),
-            **{name: row.record.metrics.get(name) for name in metrics if name != "within_noise"},
-            "dtype": row.record.provenance.dtype,
-            "key": row.record.key,
-        }
+        {"method": row.name, "bits": row.record.bits, "status": row.record.status}
+        | {"reason": one_line(row.record.reason or "")}
+        | {name: getattr(row, name) for name in ("baseline", "within_noise", "best", "stale")}
+        | ({"p_holm": row.p_value} if layout.is_of_items(table) else {})
+        | {name: row.record.metrics.get(name) for name in metrics if name != "within_noise"}
+        | {"dtype": row.record.provenance.dtype, "key": row.record.key}
         for row in table.rows
     ]
     return csv_of(rows)
 
 
-def latex(table: Table) -> str:
+def latex(table: layout.Table) -> str:
     """The table for a paper, with booktabs: its caption names the protocol's runs, its notes stand below."""
     return f"{PREAMBLE}\n{landscape(table.sheet)}"
 
 
-def index(tables: Tables) -> str:
+def index(tables: layout.Tables) -> str:
     """A page that links every table, by task, and names every file that is not a record."""
     lines = [_BEGIN]
     for task, found in itertools.groupby(tables.tables, key=lambda table: table.title.partition(":")[0]):
@@ -163,16 +145,8 @@ _FORMATS = {"md": markdown, "csv": csv, "tex": latex}
 _OURS = re.compile(r"\]\(([A-Za-z0-9._-]+-[0-9a-f]{8})\.md\)")
 
 
-def write_tables(store: Store, out_dir: str | os.PathLike[str], *, tables: Tables | None = None) -> list[Path]:
-    """Write every table of a store as Markdown, CSV and LaTeX, with an index.md, and return their paths.
-
-    Tables that an earlier index.md lists and that no longer exist are removed.
-
-    Args:
-        store: where the records are.
-        out_dir: the folder.
-        tables: those of the store, where they are built already.
-    """
+def write_tables(store: Store, out_dir: str | os.PathLike[str], *, tables: layout.Tables | None = None) -> list[Path]:
+    """Write every table in all formats and an index.md; remove those that only the index before lists."""
     tables = build_tables(store) if tables is None else tables
     if not tables.tables:
         raise no_records(store)
@@ -208,7 +182,7 @@ def plain_cell(value: object) -> object:
     """A value of a CSV's cell; text that a spreadsheet would take for a formula begins with an apostrophe."""
     if not isinstance(value, str):
         return value
-    text = value if "\r" not in value else value.replace("\r\n", "\n").replace("\r", "\n")  # csv does not quote these
+    text = value.replace("\r\n", "\n").replace("\r", "\n")  # csv does not quote these
     with suppress(ValueError):
         float(text)
         return text
@@ -249,9 +223,8 @@ def escape_latex(text: str) -> str:
 # blanks behind a column.
 _LEFT_OUT = ("p99", "Δppl", "Meas.", "Top-1%", "KL")
 _KEPT, _BETWEEN = 5, 2
-# Characters of a prompt's end; what stands before the first word that differs.
-_SHOWN_PROMPT = 160
-MARK = "▶"
+_SHOWN_PROMPT = 160  # characters of a prompt's end
+MARK = "▶"  # before the first word that differs
 
 
 def _plain(text: str, style: str = "") -> RichText:
@@ -269,22 +242,29 @@ def print_tables(store: Store, console: Console, *, keys: Collection[str] | None
         console.print(said, soft_wrap=not console.is_terminal)
 
 
-def print_table(table: Table, console: Console, notes: Sequence[str] | None = None) -> None:
+def print_table(table: layout.Table, console: Console, notes: Sequence[str] | None = None) -> None:
     """Print one table with these notes (None: all of its own), then the texts that its runs wrote."""
     sheet = table.sheet if notes is None else replace(table.sheet, notes=notes)
-    if is_of_diagnostics(table) and not table.is_of_memory:
+    if layout.is_of_diagnostics(table) and not table.is_of_memory:
         # A row for each metric and a column for each run: diagnostics have many metrics and few runs.
-        rows = [[column.title, *map(column.cell, table.rows)] for column in measured(table)]
+        rows = [[column.title, *map(column.cell, table.rows)] for column in layout.measured(table)]
         header = ["Metric", *(f"{row.name} {row.bits}" for row in table.rows)]
-        sheet = Sheet(table.title, header, rows, {0}, notes=sheet.notes)
+        sheet = layout.Sheet(table.title, header, rows, {0}, notes=sheet.notes)
     elif console.is_terminal:
         sheet = _fit_columns(sheet, console.width)
     print_sheet(sheet, console)
-    if table.texts is not None:
-        _print_texts(table.texts, console)
+    if table.texts is None:
+        return
+    end = table.texts.prompt[-_SHOWN_PROMPT:]
+    console.print(_plain(f"\nPrompt: {'…' if len(end) < len(table.texts.prompt) else ''}{end}", style="dim"))
+    for found in table.texts.continuations:
+        said = f" ({found.shared})" if found.shared else ""
+        console.print(_plain(f"\n{found.name}{said}:", style="italic"))
+        mark = MARK if found.differs else ""
+        console.print(RichText.assemble(found.same, (mark + found.differs, "bold"), found.rest))
 
 
-def print_sheet(sheet: Sheet, console: Console) -> None:
+def print_sheet(sheet: layout.Sheet, console: Console) -> None:
     """Print a table with its notes; in a pipe or file as plain lines of any width, a note on one line."""
     console.print(_plain(sheet.title, style="italic"), soft_wrap=True)
     header = sheet.short or sheet.header
@@ -307,18 +287,7 @@ def print_sheet(sheet: Sheet, console: Console) -> None:
         console.print(_plain(note, style="dim"), soft_wrap=not console.is_terminal)
 
 
-def _print_texts(texts: Texts, console: Console) -> None:
-    """The end of the prompt and every continuation, with a mark where it leaves full precision's."""
-    end = texts.prompt[-_SHOWN_PROMPT:]
-    console.print(_plain(f"\nPrompt: {'…' if len(end) < len(texts.prompt) else ''}{end}", style="dim"))
-    for found in texts.continuations:
-        said = f" ({found.shared})" if found.shared else ""
-        console.print(_plain(f"\n{found.name}{said}:", style="italic"))
-        mark = MARK if found.differs else ""
-        console.print(RichText.assemble(found.same, (mark + found.differs, "bold"), found.rest))
-
-
-def _fit_columns(sheet: Sheet, width: int) -> Sheet:
+def _fit_columns(sheet: layout.Sheet, width: int) -> layout.Sheet:
     """The sheet with the columns that fit a terminal `width` characters wide; the first `_KEPT` always stay."""
     names, places = sheet.short, list(range(len(sheet.short)))
     sizes = [max(map(cell_len, column)) + _BETWEEN for column in zip(names, *sheet.rows, strict=True)]

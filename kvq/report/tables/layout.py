@@ -19,11 +19,10 @@ from kvq.results.metrics import AT_LENGTH, IN_FLIGHT, METRICS, Metric, length_of
 class Row:
     """One run. `name` is its label, with the settings in which it differs from other rows of that label.
 
-    `variant`: a preset's variant or a run that departs from its preset, which takes no part in the frontier;
-    `unquantized`: every item was shorter than the residual; `best`: on the frontier of effective bits,
-    `best_measured`: on that of measured bits. `p_value` is that of its paired difference to full
-    precision, corrected for all rows of the table (Holm). `tokens`: the length that a line of `task=memory` is of.
-    `pays`: of a run with tables, its `break_even` in tokens in flight, and the name of the run that it then undercuts.
+    `variant`: departs from a preset and takes no part in the frontier; `unquantized`: every item was shorter than the
+    residual; `best`, `best_measured`: on the frontier of effective, of measured bits; `p_value`: of its difference to
+    full precision, corrected for all rows (Holm); `tokens`: the length of a line of `task=memory`; `pays`: of a run
+    with tables, its `break_even` in tokens in flight, and the name of the run that it then undercuts.
     """
 
     record: Record
@@ -44,18 +43,14 @@ class Row:
     @property
     def pays_text(self) -> str:
         """In words: from how many tokens in flight on its calibrated tables pay, and which rival it then undercuts."""
-        if self.pays is None:
-            return DASH
-        tokens, rival = self.pays
-        return "any" if not rival else f"never ({rival})" if math.isinf(tokens) else f"{tokens:,.0f} ({rival})"
+        tokens, rival = self.pays or (0, "")
+        said = f"{tokens:,.0f} ({rival})" if math.isfinite(tokens) else f"never ({rival})"
+        return DASH if self.pays is None else said if rival else "any"
 
 
 @dataclass(frozen=True)
 class Continuation:
-    """A text in three parts: what it shares with full precision's, the word that differs first, and what follows.
-
-    `name`: of its run; `shared`: how many tokens it shares, in words.
-    """
+    """A run's text: what is `same` as full precision's, the word that differs, the rest; `shared`: in words."""
 
     name: str
     shared: str
@@ -76,16 +71,8 @@ class Texts:
 class Sheet:
     """A table as text that is not escaped, which is written as Markdown and LaTeX and printed on a terminal.
 
-    Attributes:
-        title: what it shows.
-        header: titles of columns.
-        rows: cells.
-        left: columns aligned left; the others are numbers.
-        short: titles of columns for a terminal.
-        bold: (row, column) of cells set in bold.
-        label: for `\\ref`; empty: none.
-        notes: lines below the table.
-        comments: lines that stand only in a file of LaTeX, such as commands.
+    `left`: columns aligned left, the others are numbers; `short`: titles of columns for a terminal; `bold`: (row,
+    column) of cells in bold; `label`: for `\\ref`; `comments`: lines in LaTeX alone, such as commands.
     """
 
     title: str
@@ -101,12 +88,7 @@ class Sheet:
 
 @dataclass(frozen=True)
 class Table:
-    """Runs of one protocol: full precision first, then methods by name and bits.
-
-    `words`: what departs from the presets of task, model and text, which the title has too; `about`: the protocol in a
-    line, for a figure; `protocol` and `settings`: every setting, as lines and as (name, JSON text).
-    `texts`: what the runs wrote, where writing was their task.
-    """
+    """Runs of one protocol; `words`: what departs from presets; `about`: the protocol in a line, for figures."""
 
     slug: str
     title: str
@@ -190,9 +172,9 @@ def _number(row: Row, metric: Metric, with_error: bool = False) -> str:
 def _difference(row: Row, metric: Metric) -> str:
     """A difference from full precision, with its standard error."""
     text = _number(row, metric, with_error=True)
-    if text == DASH or row.unquantized:
-        return DASH if text == DASH else UNQUANTIZED
-    return f"≈ {text}" if row.within_noise else text
+    if text != DASH and row.unquantized:
+        return UNQUANTIZED
+    return f"≈ {text}" if row.within_noise and text != DASH else text
 
 
 def _main(row: Row, metric: Metric) -> str:
@@ -201,11 +183,7 @@ def _main(row: Row, metric: Metric) -> str:
 
 
 def _column(name: str, text: Callable[..., str] = _number, unit: str | None = None, **more: Any) -> Column:
-    """A column of the metric `name` in a unit (None: the metric's own).
-
-    Args:
-        text: makes the text of a cell from a row, the metric and `more`.
-    """
+    """A column of a metric in a unit (None: its own); `text` makes a cell from a row, the metric and `more`."""
     metric = metric_of(name, unit)
     return Column(metric.title, metric.short, functools.partial(text, metric=metric, **more))
 
@@ -215,14 +193,9 @@ _MAIN = _column("perplexity", _main)
 COLUMNS = (
     Column("Method", "Method", lambda row: f"{row.name} †" if row.stale else row.name),
     Column("Bits", "Bits", lambda row: row.bits),
-    _column("bits_per_element"),
-    _column("effective_bits"),
-    _MAIN,
-    _column("delta_perplexity"),
-    _DELTA_NLL,
-    _column("kl_mean"),
-    _column("kl_p99"),
-    _column("top1_agreement"),
+    *map(_column, ("bits_per_element", "effective_bits")),
+    *(_MAIN, _column("delta_perplexity"), _DELTA_NLL),
+    *map(_column, ("kl_mean", "kl_p99", "top1_agreement")),
 )
 
 
@@ -237,11 +210,6 @@ _WITH_TABLES = (
     Column("Tables pay from (tokens in flight; against)", "Pays from", lambda row: row.pays_text),
 )
 _TOKENS = Column("Tokens", "Tokens", lambda row: DASH if row.tokens is None else f"{row.tokens:,}")
-
-
-def _at_length(row: Row, metric: Metric) -> str:
-    """A metric that a record has for each length (`AT_LENGTH`), at the length that the row is of."""
-    return _number(row, metric._replace(name=f"{metric.name}_{row.tokens}"))
 
 
 LISTED = read_with_plugins(Path(__file__).with_name("columns.yaml"))
@@ -292,7 +260,11 @@ def columns_of(table: Table) -> tuple[Column, ...]:
     if table.is_of_memory:
         lengths = {name.rpartition("_")[0] for name in names}
         known_metrics = [metric for name, metric in AT_LENGTH.items() if name in lengths]
-        cells = [Column(one.title, one.short, functools.partial(_at_length, metric=one)) for one in known_metrics]
+
+        def at_length(row: Row, metric: Metric) -> str:
+            return _number(row, metric._replace(name=f"{metric.name}_{row.tokens}"))
+
+        cells = [Column(one.title, one.short, functools.partial(at_length, metric=one)) for one in known_metrics]
         return (*COLUMNS[:2], _TOKENS, *cells)
     if is_of_diagnostics(table):
         return (*COLUMNS[:2], *measured(table)[:_SHOWN_PARTS])
@@ -338,6 +310,4 @@ def _lost_and_gained(row: Row) -> str:
 
 def _p_value(row: Row) -> str:
     """The p-value of a row's difference from full precision, with four decimals."""
-    if row.p_value is None:
-        return DASH
-    return "<0.0001" if row.p_value < 1e-4 else fixed(row.p_value, 4)
+    return DASH if row.p_value is None else "<0.0001" if row.p_value < 1e-4 else fixed(row.p_value, 4)

@@ -33,16 +33,9 @@ def notes_of(rows: Sequence[Row], comparisons: Comparisons, verdicts: Verdicts) 
     """Plain-text notes of a table, each one line; whoever writes them escapes them."""
     return [
         *(_explain_item_marks(rows) if any("items" in row.record.metrics for row in rows) else _explain_marks(rows)),
-        *_note_unquantized(rows),
-        *([STALE] if any(row.stale for row in rows) else []),
         *_note_short(rows, comparisons),
-        *_note_perplexity_error(rows, comparisons),
-        *_note_dtypes(rows),
-        *_note_residuals(rows),
-        *([TABLES] if any(row.pays is not None for row in rows) else []),
-        *_note_decode_mode(rows),
+        *_note_storage(rows, comparisons),
         *_note_widths(rows, comparisons, verdicts),
-        *_note_lost_baselines(rows),
         *_note_failures(rows),
     ]
 
@@ -78,7 +71,14 @@ def _explain_marks(rows: Sequence[Row]) -> Iterator[str]:
 
 
 def _note_short(rows: Sequence[Row], comparisons: Comparisons) -> Iterator[str]:
-    """Say that a table has few windows, and how large a |t| of the runs shown has to be."""
+    """Rows in which no token left full precision, stale ones, few windows and how large a |t| then has to be."""
+    if names := ", ".join(f"{row.name} {row.bits}" for row in rows if row.unquantized):
+        yield (
+            f"{UNQUANTIZED}: no token of {names} left full precision, because what was read is shorter than the "
+            "residual; effective bits are those of full precision."
+        )
+    if any(row.stale for row in rows):
+        yield STALE
     full = {row.record.key: row.record for row in rows if row.baseline}
     pairs = [(row.record, full[key]) for row in rows if (key := row.record.baseline_key or "") in full]
     shown = [losses for pair in pairs for run in pair if (losses := comparisons.losses(run)) is not None]
@@ -91,16 +91,6 @@ def _note_short(rows: Sequence[Row], comparisons: Comparisons) -> Iterator[str]:
     elif 0 < found.windows < SHORT:
         needed = f"a difference from full precision is beyond noise from a t of ±{found.critical:.1f} on"
         yield f"Short: {found.windows} windows, fewer than {SHORT}: here {needed}."
-
-
-def _note_unquantized(rows: Sequence[Row]) -> Iterator[str]:
-    """Name the rows in which no token left full precision."""
-    names = ", ".join(f"{row.name} {row.bits}" for row in rows if row.unquantized)
-    if names:
-        yield (
-            f"{UNQUANTIZED}: no token of {names} left full precision, because what was read is shorter than the "
-            "residual; effective bits are those of full precision."
-        )
 
 
 def _explain_item_marks(rows: Sequence[Row]) -> Iterator[str]:
@@ -125,8 +115,8 @@ def _explain_item_marks(rows: Sequence[Row]) -> Iterator[str]:
         yield f"Not worse than full precision by the protocol's margin (task.margin), p at most {ALPHA:g}: {names}."
 
 
-def _note_perplexity_error(rows: Sequence[Row], comparisons: Comparisons) -> Iterator[str]:
-    """The standard error of full precision's perplexity over the windows, which all rows share."""
+def _note_storage(rows: Sequence[Row], comparisons: Comparisons) -> Iterator[str]:
+    """Standard error, dtypes, residuals (some names where they differ), where tables pay, transformers' own caches."""
     for row in rows:
         error = comparisons.perplexity_error(row.record) if row.baseline and row.record.status == "done" else None
         if error is not None:
@@ -134,10 +124,6 @@ def _note_perplexity_error(rows: Sequence[Row], comparisons: Comparisons) -> Ite
                 f"Perplexity of {row.name} has a standard error of {error:.3f} over the windows of this text; all rows "
                 "share them, so it does not tell rows apart."
             )
-
-
-def _note_dtypes(rows: Sequence[Row]) -> Iterator[str]:
-    """In which dtype full precision and residual tokens are stored, for each that the table has."""
     records = [row.record for row in rows if "effective_bits" in row.record.metrics]
     for dtype, stored in sorted({(record.provenance.dtype, cache_dtype(record)) for record in records}):
         size = f": {_DTYPE_BITS[stored]} bits per element" if stored in _DTYPE_BITS else ""
@@ -145,10 +131,6 @@ def _note_dtypes(rows: Sequence[Row]) -> Iterator[str]:
             f"the run's compute dtype ({stored}{size})" if stored == dtype else f"{stored}{size}, computed in {dtype}"
         )
         yield f"Full-precision rows and residual tokens are stored in {what}; effective bits count them so."
-
-
-def _note_residuals(rows: Sequence[Row]) -> Iterator[str]:
-    """Settings of the residual: of all quantized rows where they share them, else with some names of those that do."""
     names: dict[str, set[str]] = defaultdict(set)
     for row in rows:
         if row.record.status == "done" and not row.baseline:
@@ -161,15 +143,12 @@ def _note_residuals(rows: Sequence[Row]) -> Iterator[str]:
         more = f" and {len(own) - _MOST_NAMED} more" if len(own) > _MOST_NAMED else ""
         whose = "" if len(names) == 1 else f" of {', '.join(own[:_MOST_NAMED])}{more}"
         yield f"Residual{whose}: {text}."
-
-
-def _note_decode_mode(rows: Sequence[Row]) -> Iterator[str]:
-    """Name the rows of transformers' own caches, which quantize anew what they decoded."""
-    names = sorted({row.name for row in rows if (row.record.config.get("method") or {}).get("backend")})
-    if names:
+    if any(row.pays is not None for row in rows):
+        yield TABLES
+    if decoding := sorted({row.name for row in rows if (row.record.config.get("method") or {}).get("backend")}):
         yield (
-            f"{', '.join(names)}: decode mode. The cache is transformers' own; at each flush it quantizes anew what it "
-            "decoded, the whole past, so that a token's error depends on the flushes behind it."
+            f"{', '.join(decoding)}: decode mode. The cache is transformers' own; at each flush it quantizes anew what "
+            "it decoded, the whole past, so that a token's error depends on the flushes behind it."
         )
 
 
@@ -205,16 +184,12 @@ def _describe_step(fewer: Record, more: Record, comparisons: Comparisons, verdic
     return f"perplexity {verb} {where}: ΔNLL {found.value:+.4f} ± {found.standard_error:.4f} nats/token."
 
 
-def _note_lost_baselines(rows: Sequence[Row]) -> Iterator[str]:
-    """Full-precision runs that rows are paired with and that have no record in the table."""
+def _note_failures(rows: Sequence[Row]) -> Iterator[str]:
+    """Full-precision runs without a record here that rows are paired with; why each row failed, by its footnote."""
     keys = {row.record.key for row in rows}
     lost = sorted({r.baseline_key for row in rows if (r := row.record).baseline_key and r.baseline_key not in keys})
     for key in lost:
         yield f"The full-precision run {key[:12]} that rows are paired with has no record here."
-
-
-def _note_failures(rows: Sequence[Row]) -> Iterator[str]:
-    """Why each row that is not done failed, under the number of its footnote."""
     for row in rows:
         if row.footnote is not None:
             reason = " ".join((row.record.reason or "no reason recorded").split())

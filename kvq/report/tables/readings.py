@@ -1,8 +1,4 @@
-"""What a cell reads: a metric of one record, a number that follows from others, or a statistic of all its records.
-
-A name says which: `perplexity`, `milliseconds of decode_b1_t*`, `mean over parts of rouge_l` (each subset counts once),
-`median of delta_perplexity_percent`.
-"""
+"""What a cell reads: a metric of a record, a number that follows from others, a statistic of all its records."""
 
 from __future__ import annotations
 
@@ -87,15 +83,18 @@ def read_reference(path: Path | None = None) -> Reference:
 
 MAIN_METRICS = ("score", "accuracy", "perplexity")
 _PARTS = "mean over parts of "
+_FOLLOWING: dict[str, Callable[[float], float | None]] = {
+    "milliseconds of ": lambda seconds: 1000 * seconds,
+    "overhead in percent of ": lambda ratio: 100 * (ratio - 1),
+    "percent of ": lambda share: 100 * share,
+    "factor of ": lambda share: 1 / (1 - share) if share < 1 else None,
+}
 Known = Mapping[str, Record]
 """Records by key, among them those of full precision."""
 
 
 def read_metric(record: Record, metric: str) -> float | None:
-    """A metric of a record, or one that follows from others; None where the run has none.
-
-    A `*` stands for a batch or a context: the metric is read where just one fits.
-    """
+    """A metric of a record, or one that follows from others (`*`: where just one fits); None: it has none."""
     metrics = record.metrics
     if "*" in metric:
         found = fnmatch.filter(metrics, metric.rpartition(" of ")[2])
@@ -108,14 +107,9 @@ def read_metric(record: Record, metric: str) -> float | None:
         return share * metrics["items"]
     if metric == "delta_perplexity_percent" and {"perplexity", "delta_perplexity"} <= metrics.keys():
         return 100 * metrics["delta_perplexity"] / (metrics["perplexity"] - metrics["delta_perplexity"])
-    if (seconds := metrics.get(metric.removeprefix("milliseconds of "))) is not None:
-        return 1000 * seconds
-    if (ratio := metrics.get(metric.removeprefix("overhead in percent of "))) is not None:
-        return 100 * (ratio - 1)
-    if (share := metrics.get(metric.removeprefix("percent of "))) is not None:
-        return 100 * share
-    if (share := metrics.get(metric.removeprefix("factor of "))) is not None and share < 1:
-        return 1 / (1 - share)
+    for prefix, compute in _FOLLOWING.items():
+        if (value := metrics.get(metric.removeprefix(prefix))) is not None:
+            return compute(value)
     if metric.startswith(_PARTS):
         parts = [value for name, value in metrics.items() if name.startswith(f"{metric.removeprefix(_PARTS)}[")]
         return statistics.fmean(parts) if parts else None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import hashlib
 import json
 import re
 import subprocess
@@ -16,8 +15,6 @@ import pytest
 
 from kvq.config import plugins
 from kvq.report.html import (
-    LONGEST_PART,
-    MOST_METRICS,
     embed_figures,
     main,
     payload,
@@ -111,13 +108,8 @@ def test_text_of_records_is_never_markup(store: Store) -> None:
     assert "49" not in re.findall(r"<td>([^<]*)</td>", text)
 
 
-def test_the_policy_lets_the_pages_own_script_and_style_run_alone(store: Store) -> None:
+def test_the_pages_script_and_style_ask_for_nothing(store: Store) -> None:
     page = Page(render(build_tables(store)))
-    (policy,) = [a["content"] for tag, a in page.elements if tag == "meta" and "http-equiv" in a]
-    assert policy is not None
-    assert "default-src 'none'" in policy
-    for source in (page.raw["script"][1], page.raw["style"][0]):
-        assert base64.b64encode(hashlib.sha256(source.encode()).digest()).decode() in policy
     assert not re.search(
         r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|eval\(|fetch\(|XMLHttp|import\(", page.raw["script"][1]
     )
@@ -128,16 +120,14 @@ def test_the_policy_lets_the_pages_own_script_and_style_run_alone(store: Store) 
 
 def test_the_same_records_give_the_same_bytes(store: Store, tmp_path: Path) -> None:
     first, second = (write_report(store, tmp_path / f"{place}.html") for place in (1, 2))
-    assert first.path.read_bytes() == second.path.read_bytes()
-    assert first.bytes == first.path.stat().st_size
-    assert first.runs == len(store.scan()[0])
+    assert first.read_bytes() == second.read_bytes()
 
 
 def test_a_broken_record_is_named_and_skipped(store: Store, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (store.runs / f"{'0' * 64}.json").write_text("{<b>", encoding="utf-8")
     assert main(["--results", str(store.root)]) == 0
     out, err = capsys.readouterr()
-    assert "report.html (10 runs" in out
+    assert re.search(r"report\.html \([\d.]+ MiB\)", out)
     assert "skipped " in err
     assert "not valid JSON" in err
     assert "not valid JSON" in (store.root / "report.html").read_text(encoding="utf-8")
@@ -150,25 +140,9 @@ def test_a_page_that_cannot_be_written_is_one_line(store: Store, capsys: pytest.
     assert capsys.readouterr().err.startswith("error: report: cannot write '")
 
 
-def test_no_record_makes_the_page_large(tmp_path: Path) -> None:
-    store = Store(tmp_path / "results")
-    long = {"words": ["x" * 100] * 10_000}
-    settings = made.config("m", "2") | {"method": long, "note": "y" * 50_000}
-    metrics = {f"metric{place}": float(place) for place in range(1000)}
-    store.put(made.record("m" * 5000, "2", settings=settings, metrics=metrics, reason="z" * 5000, status="failed"))
-    text = render(build_tables(store))
-    assert len(text) < 400_000
-    (run,) = payload(build_tables(store))["runs"]
-    assert len(run["values"]) == MOST_METRICS
-    assert run["record"]["left_out"] == 1000 - MOST_METRICS
-    assert f"left out: {len(json.dumps(long)) / 1024:.0f} KiB" in text
-    assert len(json.dumps(long)) > LONGEST_PART
-
-
 def test_figures_stop_where_the_page_would_get_too_large(tmp_path: Path, store: Store) -> None:
     for name in ("a-tiny-0123ab", "b", "c"):
         (tmp_path / f"{name}.png").write_bytes(PNG)
-    (tmp_path / "d.png").write_bytes(b"<svg onload=alert(1)>")
     (tmp_path / "a.csv").write_text("x", encoding="utf-8")
     figures = embed_figures(sorted(tmp_path.glob("*.png")), room=2 * len("data:image/png;base64,") + 3 * len(PNG))
     assert [(figure.title, figure.width, figure.uri is None) for figure in figures] == [

@@ -51,7 +51,7 @@ def runs(folder: Path) -> dict[str, Record]:
 
 @pytest.fixture(scope="module")
 def address(folder: Path, runs: dict[str, Record]) -> str:
-    return write_report(Store(folder / "results"), folder / "report.html").path.as_uri()
+    return write_report(Store(folder / "results"), folder / "report.html").as_uri()
 
 
 @pytest.fixture
@@ -220,7 +220,7 @@ def test_the_record_shown_is_the_record_on_disk(driver: Any, folder: Path, commi
     """Of the committed records, but for integral floats, which JavaScript has not, and verdicts, judged anew."""
     store, judged = Store(RESULTS), {record.key: record.metrics for record in committed[0]}
     tables = build_tables(store, scanned=committed)
-    opened(driver, write_report(store, folder / "committed.html", tables=tables, figures=folder).path.as_uri())
+    opened(driver, write_report(store, folder / "committed.html", tables=tables, figures=folder).as_uri())
     for key in sorted(judged)[::every]:
         driver.execute_script("location.hash = '#?run=' + arguments[0]; location.reload()", key)
         shown = js(driver, "document.querySelector('#detail-body details code').textContent")
@@ -279,7 +279,7 @@ def luminance(colour: str) -> float:
 def test_two_thousand_runs_answer_at_once(driver: Any, folder: Path) -> None:
     store = Store(folder / "many")
     many_runs(store, 2000)
-    opened(driver, write_report(store, folder / "many.html").path.as_uri())
+    opened(driver, write_report(store, folder / "many.html").as_uri())
     assert js(driver, "document.getElementById('tally').textContent") == "2000 of 2000 runs"
     code = """
         const box = document.getElementById('search'), times = [];
@@ -302,7 +302,7 @@ def every_task(tmp_path_factory: pytest.TempPathFactory) -> str:
     folder = tmp_path_factory.mktemp("every")
     for record, samples in examples(RESULTS, tasks=3):
         put(folder, record, samples)
-    return write_report(Store(folder), folder / "report.html").path.as_uri()
+    return write_report(Store(folder), folder / "report.html").as_uri()
 
 
 @pytest.mark.parametrize("width", [1000, 1200, 1600])

@@ -35,7 +35,7 @@ def _messages(content: bytes) -> Iterator[bytes]:
 
 
 class OfflineRun:
-    """The one run in `folder`: its header, config, summary, artifacts, what was logged and how it ended."""
+    """The one run in `folder`: its header, config, summary, what was logged and how it ended."""
 
     def __init__(self, folder: Path) -> None:
         from wandb.proto import wandb_internal_pb2
@@ -46,7 +46,6 @@ class OfflineRun:
         self.config: dict[str, Any] = {}
         self.summary: dict[str, Any] = {}
         self.logged: dict[str, Any] = {}
-        self.artifacts: list[Any] = []
         self.exit_code: int | None = None
         for message in _messages(self.content):
             record = wandb_internal_pb2.Record.FromString(message)
@@ -60,10 +59,6 @@ class OfflineRun:
                 self.summary |= _items(record.summary.update)
             elif kind == "history":
                 self.logged |= _items(record.history.item)
-            elif kind == "artifact":
-                self.artifacts.append(record.artifact)
-            elif kind == "request" and record.request.WhichOneof("request_type") == "log_artifact":
-                self.artifacts.append(record.request.log_artifact.artifact)
             elif kind == "exit":
                 self.exit_code = record.exit.exit_code
 
