@@ -25,7 +25,6 @@ from kvq.results.statistics import delta_nll_of_samples
 from kvq.tasks import scoring
 from kvq.tasks.measurement import Baseline, Measurement, Task, decoded, storage_metrics
 
-Bounds = list[tuple[int, int]]
 Writer = Callable[[int, int, Tensor], None]
 """Takes the index of a window, a target's position, and the log-probabilities from there on `[targets, vocab]`."""
 
@@ -124,7 +123,7 @@ def _restore(result: scoring.PplResult, indices: Sequence[int], journal: Journal
 
 
 def _chunks(
-    loaded: LoadedModel, cache: KVCache, method: Method, tokens: Tensor, first: int, bounds: Bounds | None
+    loaded: LoadedModel, cache: KVCache, method: Method, tokens: Tensor, first: int, bounds: scoring.Bounds | None
 ) -> Iterator[scoring.ScoredChunk]:
     if bounds is None:
         return scoring.score_continuation(loaded, cache, method.residual, tokens, first)

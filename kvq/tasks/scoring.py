@@ -28,6 +28,11 @@ from kvq.methods.method import Method
 from kvq.models import LoadedModel
 from kvq.results.statistics import divergence_metrics
 
+Tokens = Int[Tensor, "batch context"]
+Targets = Int[Tensor, "batch targets"]
+LogProbs = Float[Tensor, "batch targets vocab"]
+Bounds = list[tuple[int, int]]
+"""First token of each chunk, and the one behind its last."""
 FULL_PRECISION_CHUNK = 128
 """Queries per forward of a full-precision run, which has no residual; equal to the methods' usual residual size."""
 LOGIT_CHUNK = 128
@@ -38,8 +43,8 @@ LOGIT_CHUNK = 128
 class ScoredChunk:
     """Logits for consecutive targets of a batch of windows: `logits[:, i]` predicts `targets[:, i]`."""
 
-    logits: Float[Tensor, "batch targets vocab"]
-    targets: Int[Tensor, "batch targets"]
+    logits: LogProbs
+    targets: Targets
 
 
 def log_probabilities(logits: Float[Tensor, "*lead vocab"]) -> Float[Tensor, "*lead vocab"]:
@@ -53,7 +58,7 @@ def sliding_chunk(method: Method, residual: ResidualSide) -> int:
     return FULL_PRECISION_CHUNK if whole else min(FULL_PRECISION_CHUNK, residual.size)
 
 
-def scoring_bounds(method: Method, length: int, chunk: int | None = None) -> list[tuple[int, int]]:
+def scoring_bounds(method: Method, length: int, chunk: int | None = None) -> Bounds:
     """Chunks of `length` tokens that end where a block residual is flushed, so that none is flushed within a chunk.
 
     Results do not depend on the cuts, which avoid second copies of tokens. Where a method needs it (`steps`), each
@@ -92,11 +97,7 @@ def without_codecs(method: Method) -> Method:
 
 @torch.no_grad()
 def score(
-    loaded: LoadedModel,
-    cache: KVCache,
-    tokens: Int[Tensor, "batch context"],
-    scored_from: int,
-    bounds: list[tuple[int, int]],
+    loaded: LoadedModel, cache: KVCache, tokens: Tokens, scored_from: int, bounds: Bounds
 ) -> Iterator[ScoredChunk]:
     """Feed `tokens[:, start:end]` for each of `bounds` and yield the logits of the targets from `scored_from` on.
 
@@ -124,7 +125,7 @@ def holding_method(method: Method) -> Method:
 
 @torch.no_grad()
 def score_continuation(
-    loaded: LoadedModel, cache: KVCache, blocks: Residual, tokens: Int[Tensor, "batch context"], prompt: int
+    loaded: LoadedModel, cache: KVCache, blocks: Residual, tokens: Tokens, prompt: int
 ) -> Iterator[ScoredChunk]:
     """Logits of all targets behind a prompt, encoded in the block size of `blocks`, in an empty `holding` cache."""
     loaded.hidden_states(tokens[:, : prompt - 1], cache)
@@ -161,11 +162,7 @@ class Window:
 
 
 def cut_windows(
-    streams: Sequence[Int[Tensor, " _tokens"]],
-    context: int,
-    stride: int | None = None,
-    limit: int | None = None,
-    bos: int | None = None,
+    streams: Sequence[Tensor], context: int, stride: int | None = None, limit: int | None = None, bos: int | None = None
 ) -> list[Window]:
     """Windows over each stream, which they never cross; remainders dropped.
 
@@ -233,12 +230,12 @@ class ReferenceLogProbs:
         start = self._starts[window] + offset
         return self._rows[start : start + count]
 
-    def write(self, indices: Sequence[int], offset: int, log_probs: Float[Tensor, "batch targets vocab"]) -> None:
+    def write(self, indices: Sequence[int], offset: int, log_probs: LogProbs) -> None:
         """Keep the log-probabilities of the targets from `offset` on, for each window of a batch, if within budget."""
         for row, window in enumerate(indices) if self.kept else ():
             self._rows_of(window, offset, log_probs.shape[1]).copy_(log_probs[row])
 
-    def read(self, indices: Sequence[int], offset: int, count: int) -> Float[Tensor, "batch targets vocab"]:
+    def read(self, indices: Sequence[int], offset: int, count: int) -> LogProbs:
         """The log-probabilities of `count` targets from `offset` on, for each window of a batch."""
         return torch.stack([self._rows_of(window, offset, count) for window in indices])
 
@@ -255,9 +252,7 @@ class WindowScore:
     top1: int = 0
     by_position: dict[str, list[float]] = field(default_factory=dict)
 
-    def add_positions(
-        self, start: int, stretch: int, nll: Float[Tensor, " targets"], kl: Float[Tensor, " targets"]
-    ) -> None:
+    def add_positions(self, start: int, stretch: int, nll: Tensor, kl: Tensor) -> None:
         """Add the targets at positions from `start` on to stretches of `stretch` positions."""
         for first in range(start - start % stretch, start + len(nll), stretch):
             part = slice(max(first - start, 0), first + stretch - start)
@@ -304,13 +299,7 @@ class PplResult:
         names += [] if self.stretch is None else ["by_position"]
         return [{name: getattr(score, name) for name in names} for score in self.scores]
 
-    def add(
-        self,
-        indices: Sequence[int],
-        targets: Int[Tensor, "batch targets"],
-        log_probs: Float[Tensor, "batch targets vocab"],
-        expected: Float[Tensor, "batch targets vocab"] | None,
-    ) -> None:
+    def add(self, indices: Sequence[int], targets: Targets, log_probs: LogProbs, expected: LogProbs | None) -> None:
         """Add targets of windows, not waiting for the device; `expected`: log-probabilities to compare with."""
         nll = -log_probs.gather(-1, targets.unsqueeze(-1)).squeeze(-1).double()
         kl = same = None

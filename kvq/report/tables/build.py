@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
 # Characters that are shown of a fingerprint, and of names in a file's name, which 255 bytes limit.
 _HASH, _SLUG = 40, 150
+Stale = Callable[[Record], bool]
+"""Whether a version of a record is out of date."""
 _WEIGHTS = {"model.fingerprint": "weights", "dataset.fingerprint": "text"}
 
 
@@ -34,7 +36,7 @@ def build_tables(
     store: Store,
     *,
     keys: Collection[str] | None = None,
-    stale: Callable[[Record], bool] | None = None,
+    stale: Stale | None = None,
     scanned: tuple[list[Record], list[Broken]] | None = None,
 ) -> Tables:
     """Group the records of a store into one table per protocol (task, model, dataset, seed with all their settings).
@@ -89,9 +91,7 @@ def _protocol_settings(run: Record) -> dict[str, Any]:
     return {name: run.config.get(name, getattr(run, name, None)) for name in PROTOCOL}
 
 
-def _make_table(
-    protocol: str, records: Sequence[Record], comparisons: compare.Comparisons, stale: Callable[[Record], bool]
-) -> Table:
+def _make_table(protocol: str, records: Sequence[Record], comparisons: compare.Comparisons, stale: Stale) -> Table:
     """The table of all runs of one protocol, whose hash `protocol` is; arguments as what `build_tables` makes them."""
     first = min(records, key=lambda run: (run.task, run.model, run.dataset, run.key))
     rows, verdicts = _make_rows(records, comparisons, stale)
@@ -112,7 +112,7 @@ def _make_table(
 
 
 def _make_rows(
-    records: Sequence[Record], comparisons: compare.Comparisons, stale: Callable[[Record], bool]
+    records: Sequence[Record], comparisons: compare.Comparisons, stale: Stale
 ) -> tuple[tuple[Row, ...], compare.Verdicts]:
     """The rows of a table of these runs, and verdicts on all pairs of methods and each name's neighbouring widths."""
     baselines = {record.baseline_key for record in records} | {r.key for r in records if r.method == "fp16"}

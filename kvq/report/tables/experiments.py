@@ -6,19 +6,17 @@ import functools
 import itertools
 import operator
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from kvq.report.comparisons import is_noise
 from kvq.report.labels import is_on_test_text
-from kvq.report.tables.build import is_unquantized
+from kvq.report.tables.build import Stale, is_unquantized
 from kvq.report.tables.readings import Published, Reference, read_metric, read_statistic
 from kvq.results import Record, is_stale, run_key
 from kvq.results.statistics import ALPHA
 
-Stale = Callable[[Record], bool]
-"""Whether a version of a record is out of date."""
 _COMPARISONS = ("same_answers", "same_tokens")
 NO_METRIC = "the run has no metric"
 """How the reason of a cell begins that its runs, though done, give no number."""
