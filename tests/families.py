@@ -234,26 +234,8 @@ def _without(settings: dict[str, Any], *names: str) -> dict[str, Any]:
     return {name: value for name, value in settings.items() if name not in names}
 
 
-FAMILIES = [
-    "llama",
-    "mistral",
-    "qwen2",
-    "qwen3",
-    "qwen3_moe",
-    "gemma2",
-    "gemma3",
-    "gemma3n",
-    "gemma4",
-    "gpt2",
-    "gpt_neox",
-    "gptj",
-    "phi3",
-    "falcon",
-    "falcon_alibi",
-    "bloom",
-]
-
-
+FAMILIES = ["llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "gemma2", "gemma3", "gemma3n", "gemma4"]
+FAMILIES += ["gpt2", "gpt_neox", "gptj", "phi3", "falcon", "falcon_alibi", "bloom"]
 WINDOWED = ["mistral", "starcoder2", "gemma2", "gemma3", "gemma3n", "gemma4", "gpt_oss", "cohere2", "olmo3", "exaone4"]
 """Families with layers that look back `WINDOW` tokens."""
 LATENT = ["deepseek_v2", "deepseek_v3", "minicpm3", "glm4_moe_lite", "kimi_linear"]

@@ -5,6 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+from kvq.cli import main
 from kvq.config import compose, resolve
 from kvq.models.inputs import Inputs
 from kvq.results import Record, Store
@@ -47,6 +50,19 @@ def numbers(results: Path) -> dict[str, tuple[str, dict[str, float]]]:
 def samples(results: Path, method: str) -> list[dict[str, Any]]:
     """Samples of the run of this method and bits."""
     return Store(results).samples(records(results)[method].key)
+
+
+def refused(capsys: pytest.CaptureFixture[str], given: list[str], change: str, says: str) -> None:
+    """The overrides, changed by these words, end with one line that says so."""
+    pairs = [word.partition("=") for word in change.split()]
+    words = [f"{name}='{value}'" if "{" in value else f"{name}={value}" for name, _, value in pairs]
+    names = {word.partition("=")[0] for word in words}
+    names |= {"residual.size"} if "residual" in names else {"dataset.path"} if "dataset" in names else set()
+    assert main([*(word for word in given if word.partition("=")[0] not in names), *words]) in (1, 2)
+    err = capsys.readouterr().err
+    assert err.startswith("error: ")
+    assert err.count("\n") == 1, err
+    assert says in err
 
 
 def inputs_of(given: list[str], *changes: str) -> Inputs:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
 import json
 import re
 from pathlib import Path
@@ -17,8 +16,6 @@ from tests.random_models import save_random_model
 from tests.sweeps import small_run
 
 NAMES = [
-    (["method=nns"], "method=nns: unknown method; .*Did you mean 'nsn'"),
-    (["method=3"], "method=3: unknown method"),
     (
         ["method=kvpress"],
         "^error: method=kvpress: its release 0.5.5 requires transformers<5.3, and its presses read cache_pos",
@@ -33,8 +30,6 @@ NAMES = [
     (["experiment=main"], r"add it with \+experiment=main"),
     (["metod=nsn"], "metod: unknown setting; .*Did you mean 'method'"),
     (["task.contex=3"], "task.contex: unknown setting; task has .*Did you mean 'context'"),
-    (["method.key.quantizer.group_siz=3"], "Did you mean 'group_size'"),
-    (["method.key.quantizer._target_=kvq.codecs.Nothing"], "kvq.codecs.Nothing: cannot be imported"),
     (["+method.key.quantizer.colour=red"], "colour: not an argument of kvq.codecs"),
     (["+method.key.stages.hadamad={_target_: kvq.codecs.Hadamard}", "method.key.order=[]"], "hadamad"),
     (["model.outlier.seed=1"], "model.outlier.seed: unknown setting"),
@@ -89,7 +84,6 @@ VALUES = [
     (["task=lm_eval", f"task.tasks=[/{'x' * 300}.yaml]"], "task.tasks='/x+'...: File name too long"),
     (["threads=100000"], "threads=100000: at most 1024"),
     (["method.name=''"], "method.name=: empty"),
-    (["method.key=5"], "method.key=5: a codec"),
     (["method.value=[1]"], "method.value=.1.: "),
     (["method.key._target_=[1,2]"], r"method.key._target_=\[1, 2\]: cannot be imported"),
     (["method.key._target_=math.pi"], "method.key._target_=math.pi: cannot be imported"),
@@ -107,19 +101,39 @@ VALUES = [
     (["model.path="], "model.path=: empty"),
     (["task.context=abc"], "task.context=abc: Value 'abc' .* could not be converted to Integer"),
     (["task.context=1"], "task.context=1: at least 2"),
+    (["+nonsense=1"], "nonsense: unknown setting"),
+    (["+task.contxt=1"], "task.contxt: unknown setting. Did you mean 'context'"),
+    (["+method.keys=1"], "method.keys: unknown setting. Did you mean 'key'"),
     (["task.stride=4096"], r"task.stride=4096: 1 to task.context \(96\)"),
+    (["task.max_windows=0"], "task.max_windows=0: at least 1"),
+    (["task.bootstrap.block=0"], "task.bootstrap.block=0: at least 1"),
+    (["bits=k2"], "bits=k2: whole numbers"),
+    (["threads=0"], "threads=0: at least 1"),
+    (["task=latency", "cpu_linear=onednn"], "cpu_linear=onednn: "),
+    (["method.bits_range=[3]"], r"method.bits_range=\[3\]"),
+    (["task=generate", "task.prompt=a", "task.prompt_file=b"], "task.prompt_file=b: or task.prompt, not both"),
+    (["task=random_states", "task.against_bits=3"], "task.against_bits=3: bits of task.against, which is null"),
+    (["task=random_states", "task.jumps=[3]"], r"task.jumps=\[3\]: tokens of drifting states, 1 to 359"),
+    (["task=random_states", "task.states=drifting", "task.jumps=[360]"], r"task.jumps=\[360\]"),
+    (["task=random_states", "task.draws=1001"], "task.draws=1001: at most 1000"),
+    (["task=model_states", "task.held_out=159"], "task.held_out=159: at most task.context=160 less 2"),
+    (["task=model_states", "task.layers=[]"], r"task.layers=\[\]: a list of layers from 0 on"),
+    (["task=generate", "task.prompt=''"], "task.prompt=: empty"),
+    (["task=generate", "task.max_new_tokens=0"], "task.max_new_tokens=0: at least 1"),
+    (["task=generate", "task.ngram=0"], "task.ngram=0: at least 1"),
+    (["cache.dtype=float64"], "cache.dtype=float64: null, float16, bfloat16 or float32"),
+    (["model.cache_dtype=float64"], "model.cache_dtype=float64: null, float16, bfloat16 or float32"),
+    (["task=error", "cache.dtype=float16"], "cache.dtype=float16: task=error fills no cache; leave it null"),
+    (["task=memory", "cache.dtype=float16"], "cache.dtype=float16: task=memory fills no cache; leave it null"),
+    (["model.load_in=3bit"], "model.load_in=3bit: one of 4bit, 8bit, gptq, awq"),
+    (["model.max_memory={0: 20GiB}"], "model.max_memory={0: '20GiB'}: sizes by device for model.device_map=auto"),
+    (["model.attn_implementation=''"], "model.attn_implementation="),
     (["task.windows=slidng"], r"expected one of \[sliding, disjoint\]. Did you mean 'sliding'"),
-    (["residual.size=-1"], "residual.size=-1 .*at least 0"),
-    (["residual.key.policy=blck"], "Did you mean 'block'"),
     (["model.outliers.key_scale=3", "model.outliers.key_pairs=2"], "key_scale=3.0: a power of two"),
-    (["method.key.quantizer.axis=per_head"], "axis=per_head: one of per_channel, per_token"),
-    (["method.key.quantizer.group_size=0"], "group_size"),
     (["method.key.quantizer.group_size=many"], "group_size=many: .* takes int"),
-    (["method.key.quantizer.clip=-0.5"], "clip=-0.5"),
     (["method=oscar", "method.key.stages.norm=3"], "stages.norm=3: a mapping whose _target_ is a kvq.codecs.Stage"),
     (["~method.key.quantizer._target_"], "quantizer={.*}: a mapping whose _target_ is a kvq.codecs.Quantizer"),
     (["method.key.order=3"], "a codec has stages .* and an order"),
-    (["method.key.order=[norm]"], "norm"),
     (["method.bits_range=[8,2]"], "bits"),
     (["residual.value=${seed}"], "residual.value=0: a group of settings, not a value"),
     (["residual.value=${seed}", "+residual.value.size=3"], "size=3: one of these is a setting of a group that is null"),
@@ -136,10 +150,7 @@ VALUES = [
     (["method=ott", "method.token_policy.pool=0"], "method.token_policy of ott: pool=0: at least 1"),
     (["method=ott", "residual.size=2"], "method.token_policy.pool=3: below residual.size"),
     (["method=ott", "residual.value.policy=sliding"], "residual: method=ott plans keys and values together"),
-    (
-        ["method=zipcache", "task.scoring=parallel"],
-        "zipcache chooses tokens .*; use task.scoring=gen",
-    ),
+    (["method=zipcache", "task.scoring=parallel"], "zipcache chooses tokens .*; use task.scoring=gen"),
     (["method=zipcache", "method.token_policy.recent=2"], "recent=2, random=0.05: shares"),
     (["method=zipcache", "method.key.quantizer.share=1.5"], "share=1.5: of the tokens"),
     (
@@ -183,7 +194,6 @@ VALUES = [
     ),
 ]
 REFUSED = [
-    (["method=nsn", "bits=1"], "nsn does 2 to 8 bits"),
     (["method=quarot", "model.path=ODD"], "head_dim=44"),
     (["method=quanto", "bits=3"], "bits=3: quanto does 2 or 4 bits"),
     (["method=hqq", "bits=5"], "bits=5: hqq does 1, 2, 3, 4 or 8 bits"),
@@ -201,15 +211,6 @@ REFUSED = [
     (["dataset.path=SHORT"], "fewer than task.context=96"),
     (["dataset=pydocs"], "dataset=pydocs is embedded"),
     (["dataset.path=NO_TEXT", "dataset.text_field=words"], "words"),
-    (["dataset.path=TORN"], "torn.jsonl"),
-    (["dataset.path=CUT"], "cut.json.gz: cannot be read: .*end-of-stream"),
-    (["dataset.path=GARBLED"], "garbled.json.gz: cannot be read"),
-    (["dataset.path=DEEP"], "deep.jsonl: cannot be read: .*recursion"),
-    (["dataset.path=BYTES"], "bytes.txt: cannot be read"),
-    (["dataset.path=WRONG"], "wrong.parquet: cannot be read"),
-    (["model.path=PARTS"], r"not the weights of its config.json: missing model\.layers\.1\..* and [0-9]+ more"),
-    (["model.path=TORN_WEIGHTS"], "torn_weights: cannot be loaded"),
-    (["model.path=TORN_WORDS"], "torn_words: cannot be loaded"),
     (["model.path=NAN", "method=nsnquant", "bits=2"], "layer 0 keys: NaN or infinite"),
     (["method=kvquant", "bits=5"], "kvquant does 1 to 4 bits"),
     (["method=kvquant", "method.calibration.dataset=null"], "method.calibration.dataset=null: the method needs a text"),
@@ -235,48 +236,22 @@ def given(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
     (folder / "short.txt").write_text("too short", encoding="utf-8")
     (folder / "a_file").write_text("", encoding="utf-8")
     (folder / "no_text.jsonl").write_text(json.dumps({"text": "a"}) + "\n", encoding="utf-8")
-    (folder / "torn.jsonl").write_text('{"text": "a"}\n{"text": "b', encoding="utf-8")
     save_random_model(folder / "odd", head_dim=44)
-    _odd_texts(folder)
-    _odd_models(folder)
-    return folder, overrides
-
-
-def _odd_texts(folder: Path) -> None:
-    whole = gzip.compress(json.dumps([{"text": "some words " * 100}]).encode())
-    (folder / "cut.json.gz").write_bytes(whole[:-20])
-    (folder / "garbled.json.gz").write_bytes(whole[:12] + b"\xff" * 80)
-    (folder / "deep.jsonl").write_text('{"text":' * 100_000, encoding="utf-8")
-    (folder / "bytes.txt").write_bytes(b"\xff\xfe" * 99)
-    (folder / "wrong.parquet").write_bytes(b"PAR1" + bytes(99))
-    (folder / "cycle" / "method").mkdir(parents=True)
-    for one, other in (("odd", "even"), ("even", "odd")):
-        (folder / "cycle" / "method" / f"{one}.yaml").write_text(f"defaults: [{other}]\n", encoding="utf-8")
-
-
-def _odd_models(folder: Path) -> None:
-    for name in ("parts", "torn_weights", "torn_words", "nan"):
-        save_random_model(folder / name)
-    file = folder / "parts" / "model.safetensors"
-    kept = {name: weight for name, weight in load_file(file).items() if ".layers.1." not in name}
-    save_file(kept, file, metadata={"format": "pt"})
-    file = folder / "torn_weights" / "model.safetensors"
-    file.write_bytes(file.read_bytes()[:5000])
-    (folder / "torn_words" / "tokenizer.json").write_text('{"version": "1.0"', encoding="utf-8")
+    save_random_model(folder / "nan")
     file = folder / "nan" / "model.safetensors"
     weights = load_file(file)
     weights["model.layers.0.self_attn.k_proj.weight"][:] = torch.nan
     save_file(weights, file, metadata={"format": "pt"})
+    (folder / "cycle" / "method").mkdir(parents=True)
+    for one, other in (("odd", "even"), ("even", "odd")):
+        (folder / "cycle" / "method" / f"{one}.yaml").write_text(f"defaults: [{other}]\n", encoding="utf-8")
+    return folder, overrides
 
 
 def _on_disk(folder: Path) -> dict[str, Record]:
     found, broken = Store(folder / "results").scan()
     assert not broken
     return {record.key: record for record in found}
-
-
-def test_there_are_at_least_sixty() -> None:
-    assert len(NAMES) + len(FORMS) + len(VALUES) + len(REFUSED) >= 60
 
 
 @pytest.mark.thin(6)
@@ -289,9 +264,7 @@ def test_one_line_and_nothing_is_lost(
     folder, overrides = given
     before = _on_disk(folder)
     change = [str(folder / "cycle") if word == "CYCLE" else word for word in change]
-    texts = ("CUT.json.gz", "GARBLED.json.gz", "DEEP.jsonl", "BYTES.txt", "WRONG.parquet")
-    models = ("ODD", "PARTS", "TORN_WEIGHTS", "TORN_WORDS", "NAN")
-    for name in ("EMPTY.txt", "SHORT.txt", "A_FILE", "NO_TEXT.jsonl", "TORN.jsonl", *texts, *models):
+    for name in ("EMPTY.txt", "SHORT.txt", "A_FILE", "NO_TEXT.jsonl", "ODD", "NAN"):
         stem = name.partition(".")[0]
         change = [f"dataset.path={folder}" if word == "dataset.path=FOLDER" else word for word in change]
         change = [re.sub(f"=({stem})$", f"={folder / name.lower()}", word) for word in change]

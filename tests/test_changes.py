@@ -50,31 +50,6 @@ import kvq
 def test_it_is_round_to_nearest_with_a_bit_less() -> None:
     assert kvq.build_method("coarse", bits=4, head_dim=64).key.quantizer.bits == 3
 """
-EVICTION = '''
-
-class Newest(Eviction):
-    """Keeps the newest tokens, once, after the prompt."""
-
-    version: ClassVar[int] = 1
-    observes = False
-
-    def __init__(self, budget: float | int = 0.25, least: int = 64) -> None:
-        super().__init__(budget, least, "prompt")
-
-    def keep(self, seen: Seen, allowed: int) -> Tensor:
-        tokens = seen.keys.shape[-2]
-        return torch.arange(tokens - allowed, tokens).expand(*seen.keys.shape[:2], allowed)
-'''
-EVICTING = """\
-# The newest tokens, after the prompt.
-name: newest
-note: Ours.
-bits_range: null
-key: null
-value: null
-eviction: {_target_: kvq_zoo.eviction.Newest}
-residual: {policy: block, size: 64}
-"""
 POLICY = '''
 from typing import ClassVar
 
@@ -144,9 +119,6 @@ def preset(name: str, **words: str) -> Mapping[str, Edit]:
 RUN = "from kvq.runs import run\nfrom kvq.config import compose, resolve\n"
 RUN += "record = lambda *words: run(resolve(compose([*words, 'results_dir=out', 'threads=1'])))\n"
 CHANGES = {
-    "a method that is a new chain": Change(
-        preset("chain"), "import kvq; assert kvq.build_method('chain', bits=3, head_dim=64)", 2, "chain"
-    ),
     "a quantizer": Change(
         {
             "kvq/codecs/coarse.py": QUANTIZER,
@@ -184,12 +156,6 @@ CHANGES = {
         {"kvq/report/figures/perplexity.py": behind(FIGURE)},
         "from kvq.report.figures.every import kinds; assert any(kind.stem == 'half-{run}' for kind in kinds())",
         1,
-    ),
-    "an eviction policy": Change(
-        {"plugins/kvq_zoo/eviction.py": behind(EVICTION), "plugins/kvq_zoo/conf/method/newest.yaml": EVICTING},
-        "import kvq; assert kvq.build_method('newest').policies[0].budget == .25",
-        3,  # with its golden
-        "newest",
     ),
     "a new kind of policy": Change(
         {

@@ -115,16 +115,6 @@ def test_a_failing_job_does_not_stop_later_ones(runner, capsys):
     assert err.count("Traceback") == 1
 
 
-def test_in_a_sweep_unsupported_is_an_answer_for_its_table(runner):
-    assert cli.main(["-m", "method=kivi", "bits=7,3"]) == 0
-    assert runner.calls[1:3] == [("add", "kivi", 7, UNSUPPORTED), ("add", "kivi", 3, MEASURED)]
-
-
-def test_plan_starts_nothing(runner):
-    assert cli.main(["-m", "method=kivi", "bits=2,3", "plan=true"]) == 0
-    assert runner.calls == [("plan",), ("add", "kivi", 2, "planned"), ("add", "kivi", 3, "planned"), ("finish",)]
-
-
 def test_no_folders_of_hydra_and_no_changed_environment(runner, tmp_path):
     before = dict(os.environ), list(sys.argv)
     cli.main(["-m", "method=kivi", "bits=2,3"])
@@ -193,11 +183,6 @@ def test_ls_with_a_word_and_with_none_that_fits(capsys):
     assert said[0].startswith("error: ls metods: unknown group; one of ")
     assert said[0].endswith("Did you mean 'method'?")
     assert said[1].startswith("error: ls methods no such: no method has this word.")
-
-
-def test_print_the_configuration(capsys):
-    assert cli.main(["--cfg", "job", "method=kivi"]) == 0
-    assert "name: kivi" in capsys.readouterr().out
 
 
 def test_a_mistyped_name_is_answered_before_torch_is_imported():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.util
 import os
 import re
@@ -11,11 +12,13 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import nbformat
 import pytest
 import torch
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from experiments.docs import readme
+from experiments.docs.notebooks import MOST_BYTES
 from experiments.docs.places import PLACE, filled
 from kvq import KVCache, cli
 from kvq.config import compose, resolve
@@ -30,11 +33,10 @@ from kvq.report import __main__ as report
 from kvq.report.tables.build import build_tables
 from kvq.report.tables.formats import csv, markdown
 from kvq.results import Record, Store, is_stale
-from kvq.results.noise import FRONTIER_RULE, NOISE_RULE
 from kvq.results.versions import code_hash
 from tests.random_models import llama
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).resolve().parents[1]
 PAGE = (ROOT / "docs" / "extend.md").read_text(encoding="utf-8")
 NAMED_BLOCK = re.compile(r"`mine/([\w/.]+)`:\n\n```(?:yaml|python|json)\n(.*?)```", re.S)
 PYTHON_BLOCK = re.compile(r"```python\n(.*?)```", re.S)
@@ -128,14 +130,6 @@ def test_an_eviction_policy(mine: Path) -> None:
     new = torch.ones(1, 2, 1, 32)
     for states, kept in zip((keys, values), layer.update(new, new), strict=True):
         assert torch.equal(kept, torch.cat([states.gather(2, smallest[..., None].expand(-1, -1, -1, 32)), new], 2))
-
-
-@pytest.mark.long
-def test_an_eviction_policy_is_measured(mine: Path) -> None:
-    records = ran("An eviction policy")
-    assert {record.method for record in records} == {"key_norm", "streamingllm/prompt"}
-    assert len({record.metrics["effective_bits"] for record in records}) == 1  # of equal budgets
-    assert records[0].versions["key_norm.KeyNorm"] == code_hash(mine / "key_norm.py")
 
 
 def test_a_saved_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -244,13 +238,6 @@ def test_the_readme_shows_the_committed_tables() -> None:
         assert {bits for _, bits in rows} == set(words[3].split())
 
 
-def test_the_rule_of_noise_is_that_of_the_tables() -> None:
-    """Tables' notes, figures' index and the page take the sentences from the code; README links to this page."""
-    text = " ".join((ROOT / "docs" / "report.md").read_text(encoding="utf-8").split())
-    assert NOISE_RULE in text
-    assert FRONTIER_RULE in text
-
-
 def test_pages_stay_short() -> None:
     texts = [page.read_text(encoding="utf-8") for page in PAGES]
     assert sum(len(text.split()) for text in texts) <= 45_000
@@ -260,12 +247,6 @@ def test_pages_stay_short() -> None:
 def test_every_page_is_in_the_navigation() -> None:
     navigation = re.findall(r": (\w+\.md)$", (ROOT / "mkdocs.yml").read_text(encoding="utf-8"), re.M)
     assert sorted(navigation) == sorted(page.name for page in (ROOT / "docs").glob("*.md"))
-
-
-def test_no_rule_counts_standard_errors() -> None:
-    pages = [ROOT / "README.md", *(ROOT / "docs").glob("*.md"), *(ROOT / "kvq" / "report").rglob("*.py")]
-    found = [page.name for page in pages if re.search(r"(two|2)( paired)? standard errors", page.read_text("utf-8"))]
-    assert found == []
 
 
 @pytest.mark.every_plugin
@@ -296,39 +277,6 @@ def test_commands_exist_and_compose(page: Path) -> None:
                         resolve(compose(list(job)))
     for name in set(re.findall(r"`(?:\+experiment=)?((?:embedded|real|speed|suite|waterfill)/\w+)`", text)):
         assert find("experiment", name, *conf_dirs()) or find("method", name, *conf_dirs()), name
-
-
-def test_the_commands_for_an_8b_model_compose() -> None:
-    text = (ROOT / "docs" / "first_8b_model.md").read_text(encoding="utf-8")
-    commands = re.findall(r"^    python run\.py (.*)$", text, re.M)
-    assert len(commands) > 8
-    seen: set[str] = set()
-    for command in commands:
-        overrides = OverridesParser.create().parse_overrides([word for word in shlex.split(command) if word != "-m"])
-        for job in list_jobs(overrides):
-            if seen >= set(job):  # each value once: composing takes a quarter of a second
-                continue
-            seen |= set(job)
-            assert "8B" in resolve(compose(list(job))).model.path
-
-
-@pytest.mark.every_plugin
-def test_the_commands_for_texts_compose() -> None:
-    text = (ROOT / "docs" / "generate.md").read_text(encoding="utf-8")
-    commands = re.findall(r"^    python run\.py (.*)$", text, re.M)
-    counts = {"trajectory": 2, "drift": 2, "speculate": 2, "tools": 3, "reuse": 2, "conversation": 2}
-    for task, count in counts.items():
-        assert len([command for command in commands if task in command]) == count, task
-        assert resolve(compose([f"task={task}", "method=kivi", "bits=2"])).task.name == task
-        commands = [command for command in commands if task not in command]
-    assert len(commands) == 3
-    prompts = []
-    for command in commands:
-        overrides = OverridesParser.create().parse_overrides([word for word in shlex.split(command) if word != "-m"])
-        runs = [resolve(compose(list(job))) for job in list_jobs(overrides)]
-        assert {run.task.name for run in runs} == {"generate"}
-        prompts.append(runs[0].task.prompt)
-    assert prompts == [None, "Return the indices that would sort", None]
 
 
 @pytest.mark.long
@@ -366,3 +314,72 @@ def test_the_committed_figures_are_those_that_pages_show() -> None:
     shown = {Path(name).stem for name in re.findall(r"results/figures/(\S+?\.png)", pages)}
     assert shown
     assert {Path(name).stem for name in listed.stdout.split()} == shown | {"index"}
+
+
+NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
+NAMES = ["choose_a_format", "compare_methods", "paper_figures", "quickstart", "tni_walkthrough"]
+
+
+def code(path: Path) -> list[str]:
+    notebook = nbformat.read(path, as_version=4)
+    return [cell.source for cell in notebook.cells if cell.cell_type == "code"]
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_committed_as_it_ran(path: Path) -> None:
+    text = path.read_text(encoding="utf-8")
+    notebook = nbformat.reads(text, as_version=4)
+    nbformat.validate(notebook)
+    cells = [cell for cell in notebook.cells if cell.cell_type == "code"]
+    ran = "python experiments/docs/notebooks.py runs them"
+    assert [cell.execution_count for cell in cells] == list(range(1, len(cells) + 1)), ran
+    outputs = [output for cell in cells for output in cell.outputs]
+    assert not [output for output in outputs if output.output_type == "error" or output.get("name") == "stderr"]
+    assert any("image/png" in output.get("data", {}) for output in outputs) or path.stem == "quickstart"
+    assert not re.findall(r"/(?:home|root|tmp|work)/\w+", re.sub(r'"image/png": "[^"]*"', "", text))
+    for source in code(path):
+        ast.parse(re.sub(r"^%.*$", "", source, flags=re.M))
+        assert max(map(len, source.splitlines())) <= 130
+
+
+def test_they_are_small_together() -> None:
+    assert sum(path.stat().st_size for path in NOTEBOOKS) < MOST_BYTES
+
+
+def test_every_source_has_its_figures() -> None:
+    """Behind each heading of a paper in `paper_figures` stands a figure or a table."""
+    notebook = nbformat.read(ROOT / "notebooks" / "paper_figures.ipynb", as_version=4)
+    drawn: dict[str, int] = {}
+    for cell in notebook.cells:
+        if cell.cell_type == "markdown" and (heading := re.match(r"## (.+)", cell.source)):
+            drawn[heading[1]] = 0
+        elif cell.cell_type == "code" and drawn:
+            drawn[list(drawn)[-1]] += sum("image/png" in output.get("data", {}) for output in cell.outputs)
+    assert all(drawn.values()), drawn
+    for source in ("nsn", "NSNQuant", "OScaR", "KVQuant++"):
+        assert any(re.search(rf"\b{re.escape(source)}", heading) for heading in drawn), source
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # those of Jupyter's own
+@pytest.mark.parametrize(
+    "path", [pytest.param(path, marks=pytest.mark.long) for path in NOTEBOOKS], ids=lambda path: path.stem
+)
+def test_runs_from_top_to_bottom(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    nbclient = pytest.importorskip("nbclient", reason="needs nbclient and ipykernel (pip install -e '.[notebooks]')")
+    pytest.importorskip("ipykernel", reason="needs ipykernel (pip install -e '.[notebooks]')")
+    monkeypatch.setenv("PYTHONPATH", f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
+    monkeypatch.setenv("IPYTHONDIR", str(tmp_path / "ipython"))
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setenv("PYTHONWARNINGS", "ignore:IProgress not found")  # tqdm without ipywidgets
+    before = {file: file.stat().st_mtime_ns for file in (ROOT / "results").rglob("*")}
+    notebook = nbformat.read(path, as_version=4)
+    nbclient.NotebookClient(
+        notebook, timeout=300, kernel_name="python3", resources={"metadata": {"path": str(path.parent)}}
+    ).execute()
+    outputs = [output for cell in notebook.cells if cell.cell_type == "code" for output in cell.outputs]
+    assert not [output for output in outputs if output.output_type == "error"]
+    assert not [output.text for output in outputs if output.output_type == "stream" and output.name == "stderr"]
+    kinds = {kind for output in outputs for kind in output.get("data", {})}
+    assert "image/png" in kinds or path.stem == "quickstart"
+    assert {file: file.stat().st_mtime_ns for file in (ROOT / "results").rglob("*")} == before

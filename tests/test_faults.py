@@ -8,6 +8,7 @@ import os
 import random
 import resource
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -15,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+from kvq.cli import main
 from kvq.results import Store
 from tests.sweeps import numbers, records, small_run
 
@@ -125,10 +127,28 @@ def test_a_disk_that_fills_up_costs_a_line_and_no_record(tmp_path: Path) -> None
     assert {path.name: path.read_bytes() for path in (tmp_path / "results" / "runs").rglob("*.json*")} == before
 
 
-def test_a_folder_that_refuses(tmp_path: Path) -> None:
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.mark.long
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", ["joblib", "submitit_local", "ray"])
+def test_a_sweep_under_a_launcher_is_the_same_sweep(tmp_path: Path, launcher: str) -> None:
+    if launcher == "ray":
+        pytest.importorskip("ray", reason="pip install -e '.[ray]'")
     given = small_run(tmp_path)
-    nowhere = "/proc/kvq" if Path("/proc").is_dir() else "/dev/null/kvq"
-    process = start(_command, [*given, "method=rtn", "bits=2", f"results_dir={nowhere}"], tmp_path / "log")
-    process.join()
-    assert process.exitcode == 1
-    assert f"cannot write under '{nowhere}" in (tmp_path / f"log.{process.pid}").read_text()
+    sweep = ["-m", "bits=1,2", "dataset.path=squares.txt,gone.txt"]
+    given = [word for word in given if not word.startswith("dataset.path")]
+    (tmp_path / "here").mkdir()
+    command = [sys.executable, str(ROOT / "run.py"), *given, *sweep, "results_dir=there", f"hydra/launcher={launcher}"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=300)
+    assert done.returncode == 1
+    said = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert len(said) == 3
+    assert sum("gone.txt" in line for line in said) == 2
+    assert sum("nsn does 2 to 8 bits" in line for line in said) == 2
+    assert "fp16" in done.stdout
+    alone = [f"dataset.path={tmp_path / 'squares.txt'}", f"results_dir={tmp_path / 'here'}"]
+    assert main([*given, "-m", "bits=1,2", *alone]) == 1
+    assert numbers(tmp_path / "there") == numbers(tmp_path / "here")
+    assert set(records(tmp_path / "there")) == {"fp16", "nsn 2"}

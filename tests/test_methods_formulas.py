@@ -1,19 +1,31 @@
 """The column of bits of docs/methods.md, formula by formula, against the bytes of what is stored."""
 
+from __future__ import annotations
+
+import itertools
+import math
 import re
 from fractions import Fraction
 
 import pytest
 import torch
+import yaml
 
+import kvq
+from experiments.docs.citations import ROOT, bibtex
+from experiments.docs.complexity import PAGE as COMPLEXITY_PAGE
+from experiments.docs.complexity import of_codec, table
+from experiments.docs.places import PLACE, filled
 from kvq.cache import KVCache
-from kvq.codecs import rope_table
+from kvq.codecs import Hadamard, TokenNorm, rope_table
+from kvq.config import compose, resolve
 from kvq.config.method import BITS
+from kvq.config.plugins import all_choices
 from kvq.methods.build import build_method
 from kvq.methods.transformers_caches import TransformersLayer, is_installed
 from tests.calibrated import build, random_states
-from tests.formulas import closed_forms, evaluate
-from tests.methods_page import ROWS, config
+from tests.formulas import closed_forms
+from tests.methods_page import PAGE, PRESETS, ROWS, config
 from tests.presets import METHODS
 from tests.random_models import llama, token_ids
 
@@ -151,28 +163,147 @@ def test_evicting_methods_hold_the_share_they_name(name, heads, dim, tokens):
     assert Fraction(sizes[name], sizes["fp16"]) == Fraction(EVICTION.fullmatch(CELLS[name])[1])
 
 
-@pytest.mark.parametrize(
-    ("formula", "value"),
-    [
-        ("b + 16/D", Fraction(17, 8)),
-        ("64 round(H D/200)/(H D)", Fraction(1, 4)),
-        ("16 k (1/R + 1/D) - b", Fraction(-1)),
-        ("3 if R > 64 else b", Fraction(2)),
-        ("max(1, round(R/100)) ceil(R/48)", Fraction(2)),
-    ],
-)
-def test_the_evaluator(formula, value):
-    assert evaluate(formula, {"b": 2, "D": 128, "H": 2, "R": 64, "k": Fraction(8, 3)}) == value
+def test_every_paper_of_a_method_is_in_the_citation_file() -> None:
+    cited = (ROOT / "CITATION.cff").read_text(encoding="utf-8")
+    for choice in all_choices():
+        arxiv = choice.read().get("arxiv") if choice.group == "method" else None
+        assert arxiv is None or f"arXiv:{arxiv}" in cited, choice.name
 
 
-@pytest.mark.parametrize("formula", ["b +", "b + X", "__import__('os')", "b ** 2", "0.5 b", "round(b, key=1)", ""])
-def test_what_is_no_formula_is_refused(formula):
-    with pytest.raises(ValueError, match="formula"):
-        evaluate(formula, {"b": 2, "D": 128, "H": 2, "R": 64})
+def test_the_bibtex_file_is_up_to_date() -> None:
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
+    made = bibtex(citation)
+    assert (ROOT / "docs" / "citations.bib").read_text(encoding="utf-8") == made
+    keys = [line for line in made.split("\n") if line.startswith("@")]
+    assert len(set(keys)) == len(keys) == len(citation["references"]) + 1
 
 
-def test_a_cell_may_have_a_formula_for_each_side_and_define_names():
-    names = {"b": 3, "D": 128, "H": 2, "R": 64}
-    assert closed_forms("b + 16/D", names) == (Fraction(25, 8), Fraction(25, 8))
-    cell = "K c/R, V k + b where k = 4 if R > 64 else 2, c = 16 k"
-    assert closed_forms(cell, names) == (Fraction(1, 2), Fraction(5))
+def built(name):
+    """The method at 2 bits."""
+    if name in BITS and not is_installed(name):
+        pytest.skip(f"needs the extra [{name}]")
+    return build_method(name, bits=2)
+
+
+def expanded(text):
+    """All names that `a/x`, `y` and `a/{x,y}_z` stand for; a name without a slash takes the folder before it."""
+    folder, names = "", set()
+    for name in re.findall(r"`([\w/{},]+)`", text):
+        parts = [part.split(",") for part in re.split(r"[{}]", name)]
+        folder = name.rpartition("/")[0] or folder
+        names |= {full if "/" in full else f"{folder}/{full}" for full in map("".join, itertools.product(*parts))}
+    return names
+
+
+@pytest.mark.every_plugin
+def test_every_method_has_a_row():
+    assert set(ROWS) == set(METHODS)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_every_preset_has_a_place(name):
+    lines = [line for line in PAGE.splitlines() if not line.startswith("| method")]
+    assert any(name in expanded(line) for line in lines)
+
+
+@pytest.mark.every_plugin
+def test_no_preset_is_made_up():
+    table = PAGE.split("## Ablations and variants")[1]
+    named = set().union(*(expanded(line.split("|")[1]) for line in table.splitlines() if line.startswith("| `")))
+    assert {name.lstrip("/") for name in named} <= set(PRESETS) | set(METHODS) | {"nsnquant/nsnquant"}
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_bits_and_paper_are_those_of_the_configuration(name):
+    method, (bits_range, arxiv) = config(name).method, (ROWS[name][3], ROWS[name][7])
+    assert bits_range == ("–" if method.bits_range is None else "-".join(map(str, method.bits_range)))
+    assert arxiv == (method.arxiv or "–")
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_rotations_and_rope_are_those_of_the_chain(name):
+    method, (_, _, _, _, _, rotation, keys, _) = built(name), ROWS[name]
+    if method.key is None:
+        return
+    stages = {type(stage).__name__ for _, stage in method.key.stages}
+    wanted = {"Hadamard": "Hadamard", "Haar": "RandomRotation", "signs, Hadamard": "RandomizedHadamard"}
+    assert stages & set(wanted.values()) == ({wanted[rotation]} if rotation in wanted else set())
+    assert method.key.uses_rope == ("before RoPE" in keys)
+
+
+DIM, TOKENS, GROUP = 64, 32, 32
+
+
+class Counter:
+    """Numbers that count what is done with them; what a token or a group shares is not counted."""
+
+    def __init__(self) -> None:
+        self.done = 0
+
+    def __call__(self, value: float) -> float:
+        self.done += 1
+        return value
+
+
+def transformed(row: list[float], count: Counter) -> list[float]:
+    """The fast Hadamard transform of a row, and its factor."""
+    row, step = list(row), 1
+    while step < len(row):
+        for start in range(0, len(row), 2 * step):
+            for place in range(start, start + step):
+                low, high = row[place], row[place + step]
+                row[place], row[place + step] = count(low + high), count(low - high)
+        step *= 2
+    return [count(value * len(row) ** -0.5) for value in row]
+
+
+def normalized(row: list[float], count: Counter) -> tuple[list[float], float]:
+    total = 0.0
+    for value in row:
+        total = count(total + count(value * value))
+    norm = math.sqrt(total)
+    return [count(value / norm) for value in row], norm
+
+
+def rounded(group: list[float], count: Counter) -> tuple[list[int], float, float]:
+    """Codes of 2 bits of one group, their step and their least value."""
+    low, high = group[0], group[0]
+    for value in group:
+        low, high = count(min(low, value)), count(max(high, value))
+    step = (high - low) / 3
+    return [count(round(count(count(value - low) / step))) for value in group], step, low
+
+
+def test_loops_of_oscars_keys_count_as_the_page_does() -> None:
+    """Rotate, scale, quantize per channel, and back: the stages' outputs are those of the codec."""
+    x = torch.randn(1, 1, TOKENS, DIM, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    codec = kvq.build_method("oscar", 2, DIM).key
+    count = Counter()
+    rotated = [transformed(row, count) for row in x[0, 0].tolist()]
+    assert torch.allclose(torch.tensor(rotated, dtype=x.dtype), Hadamard().forward(x)[0][0, 0])
+    pairs = [normalized(row, count) for row in rotated]
+    unit = torch.tensor([row for row, _ in pairs], dtype=x.dtype)
+    assert torch.allclose(unit, TokenNorm("head").forward(Hadamard().forward(x)[0])[0][0, 0], atol=1e-3)
+    groups = [rounded(channel, count) for channel in unit.T.tolist()]
+    encode, decode = of_codec(resolve(compose(["method=oscar", "bits=2"])).method.key, 2)
+    logs = int(math.log2(DIM))
+    assert count.done == TOKENS * DIM * (encode.logs * logs + encode.more)
+
+    count = Counter()
+    channels = [[count(count(code * step) + low) for code in codes] for codes, step, low in groups]
+    tokens = [
+        [count(value * norm) for value in row]
+        for row, (_, norm) in zip(zip(*channels, strict=True), pairs, strict=True)
+    ]
+    found = torch.tensor([transformed(row, count) for row in tokens], dtype=x.dtype)
+    assert count.done == TOKENS * DIM * (decode.logs * logs + decode.more)
+    expected = codec.decode(codec.encode(x))[0, 0]
+    apart = (found - expected).abs() > 0.02  # a scale in fp16 moves some values over a threshold
+    assert float(apart.double().mean()) < 0.05
+
+
+def test_the_page_has_the_counts_of_the_configurations() -> None:
+    """`python experiments/docs/complexity.py` writes them."""
+    page = COMPLEXITY_PAGE.read_text(encoding="utf-8")
+    assert [place[2] for place in PLACE.finditer(page)].count("complexity") == 1
+    assert filled(page, "complexity", table) == page

@@ -13,7 +13,7 @@ import pytest
 
 from kvq import __version__
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).resolve().parents[1]
 pytestmark = pytest.mark.long
 COMPOSE = "import kvq; from kvq.config import compose; print(compose(['method=nsn']).method.name, kvq.__file__)"
 

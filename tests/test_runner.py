@@ -4,18 +4,12 @@ from __future__ import annotations
 
 import errno
 import json
-import os
-import signal
-import subprocess
-import sys
 import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
 from kvq import runs
 from kvq.cli import main
@@ -120,11 +114,6 @@ def test_repeating_a_command_measures_nothing(
     assert {path.name: path.stat().st_mtime_ns for path in (tmp_path / "results" / "runs").rglob("*.json")} == before
 
 
-def test_full_precision_is_one_run_whatever_bits_say(given: list[str], tmp_path: Path) -> None:
-    assert main([*given, "-m", "method=fp16", "bits=2,3,4", "residual.size=16,32"]) == 0
-    assert len(records(tmp_path)) == 1
-
-
 def test_force_repeats_a_run_and_not_its_baseline(given: list[str], tmp_path: Path) -> None:
     assert main([*given, "method=rtn", "bits=2"]) == 0
     first = numbers(tmp_path)
@@ -217,11 +206,6 @@ def test_lost_samples_of_the_baseline_are_made_again(
     assert records(tmp_path)["rtn 3"].metrics["delta_nll_se"] > 0
 
 
-def test_full_precision_has_one_name_however_it_is_spelled(given: list[str], tmp_path: Path) -> None:
-    assert main([*given, "method=rtn", "bits=2", "method.key=null", "method.value=null"]) == 0
-    assert set(records(tmp_path)) == {"fp16"}
-
-
 def test_what_is_refused_runs_no_baseline(given: list[str], tmp_path: Path) -> None:
     assert main([*given, "method=nsn", "bits=1"]) == 1
     assert not records(tmp_path)
@@ -287,22 +271,6 @@ def test_a_plan_says_what_an_interrupted_run_has_scored(
     assert "plan: 2 done" in capsys.readouterr().out
 
 
-def test_nan_in_the_cache_names_the_layer(
-    model: Path, given: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    broken = tmp_path / "broken"
-    broken.mkdir()
-    for file in model.iterdir():
-        (broken / file.name).write_bytes(file.read_bytes())
-    weights = load_file(broken / "model.safetensors")
-    weights["model.layers.1.self_attn.v_proj.weight"][3] = torch.nan
-    save_file(weights, broken / "model.safetensors", metadata={"format": "pt"})
-    assert main([*given, f"model.path={broken}", "method=rtn", "bits=2"]) != 0
-    message = capsys.readouterr().err.strip().splitlines()[-1]
-    assert "layer 1 values" in message
-    assert "NaN" in message
-
-
 def test_plan_starts_nothing(given: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*given, "-m", "method=nsn,rtn", "bits=1,2", "plan=true"]) == 0
     out = capsys.readouterr().out
@@ -310,34 +278,3 @@ def test_plan_starts_nothing(given: list[str], tmp_path: Path, capsys: pytest.Ca
     assert "unsupported  nsn bits=1" in out
     assert "4 pending, 1 unsupported" in out
     assert not list((tmp_path / "results").rglob("*.json"))
-
-
-def start(overrides: list[str]) -> subprocess.Popen[bytes]:
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    return subprocess.Popen([sys.executable, "run.py", "-m", *overrides], cwd=ROOT, env=environment)
-
-
-@pytest.mark.long
-def test_a_killed_sweep_goes_on_and_two_processes_share_one(given: list[str], tmp_path: Path, model: Path) -> None:
-    sweep = ["method=nsn,oscar,kivi", "bits=2,3"]
-    others = [word for word in given if not word.startswith("results_dir")]
-    clean = tmp_path / "clean"
-    assert main([*others, f"results_dir={clean / 'results'}", "-m", *sweep]) == 0
-    expected = numbers(clean)
-    assert len(expected) == 7
-
-    killed = start([*given, *sweep])
-    runs = tmp_path / "results" / "runs"
-    while len(list(runs.rglob("*.json"))) < 2 and killed.poll() is None:
-        time.sleep(0.02)
-    killed.send_signal(signal.SIGKILL)
-    assert killed.wait() == -signal.SIGKILL
-    assert 2 <= len(records(tmp_path)) < 7
-    assert main([*given, "-m", *sweep]) == 0
-    assert numbers(tmp_path) == expected
-
-    together = tmp_path / "together"
-    both = [start([*others, f"results_dir={together / 'results'}", *sweep]) for _ in range(2)]
-    assert [process.wait() for process in both] == [0, 0]
-    assert numbers(together) == expected
-    assert not [path for path in (together / "results" / "runs").iterdir() if path.suffix == ".tmp"]

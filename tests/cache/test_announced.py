@@ -19,36 +19,15 @@ from kvq.models import LoadedModel
 from tests.cache.test_padded import padded
 from tests.random_models import VOCABULARY, in_double_precision, llama, token_ids
 
-_SIZES = {
-    "hidden_size": 32,
-    "d_model": 32,
-    "n_embd": 32,
-    "num_hidden_layers": 2,
-    "n_layer": 2,
-    "num_layers": 2,
-    "encoder_layers": 3,
-    "decoder_layers": 2,
-    "num_attention_heads": 2,
-    "n_head": 2,
-    "num_heads": 2,
-    "attention_heads": 2,
-    "encoder_attention_heads": 2,
-    "decoder_attention_heads": 2,
-    "intermediate_size": 48,
-    "ffn_dim": 48,
-    "encoder_ffn_dim": 48,
-    "decoder_ffn_dim": 48,
-    "d_ff": 48,
-    "dff": 48,
-    "d_kv": 16,
-    "word_embed_proj_dim": 32,
-    "max_position_embeddings": 128,
-    "n_positions": 128,
-    "max_source_positions": 30,
-    "max_target_positions": 128,
-    "initializer_range": 0.2,
-    "init_std": 0.2,
-}
+_SIZES: dict[str, Any] = {"encoder_layers": 3, "d_kv": 16, "word_embed_proj_dim": 32, "max_source_positions": 30}
+_SIZES |= dict.fromkeys(["hidden_size", "d_model", "n_embd"], 32) | dict.fromkeys(
+    ["initializer_range", "init_std"], 0.2
+)
+_SIZES |= dict.fromkeys(["num_hidden_layers", "n_layer", "num_layers", "decoder_layers"], 2)
+_SIZES |= dict.fromkeys(["num_attention_heads", "n_head", "num_heads", "attention_heads"], 2)
+_SIZES |= dict.fromkeys(["encoder_attention_heads", "decoder_attention_heads"], 2)
+_SIZES |= dict.fromkeys(["intermediate_size", "ffn_dim", "encoder_ffn_dim", "decoder_ffn_dim", "d_ff", "dff"], 48)
+_SIZES |= dict.fromkeys(["max_position_embeddings", "n_positions", "max_target_positions"], 128)
 _NO_TOKENS = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
 _MORE: dict[str, dict[str, Any]] = {
     "GPTNeo": {"attention_types": [[["global"], 2]]},

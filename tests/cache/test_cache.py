@@ -4,12 +4,17 @@ import itertools
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from transformers import DynamicCache
 
 import kvq
-from kvq.cache import KVCache
-from kvq.errors import ConfigError, DataError, Unsupported
-from tests.cache.states import states
+from kvq.cache import CacheSide, KVCache
+from kvq.cache.store import UNIT, TokenStore
+from kvq.config.residual import Policy, PrefillBlock, ResidualSide
+from kvq.errors import DataError
+from tests.cache.states import NaiveSide, states
+from tests.properties import examples
 from tests.random_models import llama, token_ids
 
 
@@ -71,16 +76,6 @@ def test_one_side_alone(model):
     assert cache.effective_bits == (32 + 4) / 2
 
 
-def test_keys_and_values_with_their_own_residuals(model):
-    chosen = method("rtn", overrides=["residual.key.size=4", "residual.value.policy=none"])
-    tokens = token_ids(11)
-    cache = KVCache(model, chosen)
-    logits(model, cache, tokens)
-    key, value = cache.layers[0].key, cache.layers[0].value
-    assert (key.packed_tokens, key.residual_tokens) == (8, 3)
-    assert (value.packed_tokens, value.residual_tokens) == (11, 0)
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_oscars_bits_at_4096_tokens(dtype):
     """Packed 3.0625; with 128 of the tokens in the residual, 3.47 (one block of 3968, so that 128 are left)."""
@@ -96,51 +91,11 @@ def test_oscars_bits_at_4096_tokens(dtype):
         assert left == 0 or cache.effective_bits == pytest.approx(3.47, abs=0.005)
 
 
-def test_reset_makes_a_new_cache(model):
-    cache = KVCache(model, method())
-    logits(model, cache, token_ids(20))
-    cache.reset()
-    assert (cache.get_seq_length(), cache.nbytes) == (0, 0)
-    fresh = KVCache(model, method())
-    tokens = token_ids(19, batch=3, seed=1)
-    for bounds in ((0, 11), (11, 19)):
-        piece = tokens[:, slice(*bounds)]
-        assert torch.equal(logits(model, cache, piece), logits(model, fresh, piece))
-
-
-@pytest.mark.parametrize(("projection", "what"), [("k_proj", "keys"), ("v_proj", "values")])
-def test_nan_names_the_layer_and_the_side(projection, what):
-    broken = llama(layers=3)
-    getattr(broken.model.layers[1].self_attn, projection).weight[5] = float("nan")
-    cache = KVCache(broken, method())
-    with pytest.raises(DataError, match=f"layer 1 {what}: NaN"):
-        logits(broken, cache, token_ids(9))
-
-
 def test_nan_weights_are_named_where_a_method_asks_how_keys_turn():
     broken = llama(layers=2)
     broken.model.layers[1].self_attn.k_proj.weight[5] = float("nan")
     with pytest.raises(DataError, match=r"its weights model\.layers\.1\.self_attn\.k_proj\.weight hold NaN"):
         KVCache(broken, method("nsnquant", 2))
-
-
-@pytest.mark.parametrize("mask", [[[0, 1, 0, 1], [1, 1, 1, 1]], [[1, 1, 1, 1], [1, 1, 1, 0]]])
-def test_masks_that_hide_other_tokens_than_padding_on_the_left_are_refused(model, mask):
-    mask = torch.tensor(mask)
-    tokens = token_ids(4, batch=2)
-    for attempt in (
-        lambda: model(tokens, attention_mask=mask, past_key_values=KVCache(model, method())),
-        lambda: model(tokens, mask, None, KVCache(model, method())),
-        lambda: model.model(tokens, attention_mask=mask, past_key_values=KVCache(model, method())),
-        lambda: model.generate(tokens, attention_mask=mask, past_key_values=KVCache(model, method()), max_new_tokens=1),
-    ):
-        with pytest.raises(
-            Unsupported, match=r"attention_mask: hides tokens .* only padding on the left .*\(padding_side=left\)"
-        ) as caught:
-            attempt()
-        assert "\n" not in str(caught.value)
-    model(tokens, attention_mask=mask)  # other caches pad as before
-    model(tokens, attention_mask=torch.ones_like(mask), past_key_values=KVCache(model, method()))
 
 
 def test_many_caches_leave_one_hook_on_the_model(model):
@@ -152,22 +107,129 @@ def test_many_caches_leave_one_hook_on_the_model(model):
         before = count
 
 
-def test_crop_into_a_block_is_refused_and_changes_nothing(model):
-    cache = KVCache(model, method("rtn", overrides=["residual.value.size=4"]))
-    tokens = token_ids(15)
-    logits(model, cache, tokens)
-    with pytest.raises(Unsupported, match="layer 0 values: cannot remove 5 tokens, only 3") as caught:
-        cache.crop(-5)
-    assert "\n" not in str(caught.value)
-    for layer in cache.layers:
-        assert (layer.key.tokens, layer.value.tokens) == (15, 15)
-    with pytest.raises(ConfigError, match=r"crop\(3\): give a negative number"):
-        cache.crop(3)
-
-
 def test_quantized_prefill_reads_its_own_complete_blocks(model):
     tokens = token_ids(20)
     exact = logits(model, DynamicCache(config=model.config), tokens)
     assert torch.equal(logits(model, KVCache(model, method("oscar")), tokens), exact)
     read = logits(model, KVCache(model, method("oscar"), quantized_prefill=True), tokens)
     assert not torch.allclose(read, exact, atol=1e-3)
+
+
+# Tokens that leave together from a residual of 5 tokens.
+GROUPS = {
+    "kivi": ("key.quantizer.group_size=4", "key", 4),
+    "kivi_values": ("value.quantizer.group_size=null", "value", 1),
+    "nsn": ("label=nsn", "key", 5),
+    "oscar_values": ("label=oscar", "value", 1),
+    "identity": ("label=identity", "key", 1),
+    "zero": ("label=zero", "value", 1),
+    "rtn": ("label=rtn", "key", 1),
+}
+
+
+def codec(name, bits=3):
+    override, side, _ = GROUPS[name]
+    return getattr(kvq.build_method(name.removesuffix("_values"), bits=bits, head_dim=32, overrides=[override]), side)
+
+
+def side(name, keep_decoded=False, whole=False, size=5, bits=3):
+    prefill = PrefillBlock.whole if whole else PrefillBlock.size
+    return CacheSide(codec(name, bits), ResidualSide(Policy.sliding, size, prefill), "layer 0 values", keep_decoded)
+
+
+@pytest.mark.parametrize("name", GROUPS)
+@settings(max_examples=examples(12))
+@given(
+    whole=st.booleans(),
+    keep=st.booleans(),
+    quantized=st.booleans(),
+    chunks=st.lists(st.integers(1, 20), min_size=1, max_size=5),
+)
+def test_reads_are_the_naive_ones(name, whole, keep, quantized, chunks):
+    """The newest tokens stay, whole groups before them leave after the attention that sees them."""
+    x = states(sum(chunks), batch=2)
+    group = GROUPS[name][2]
+    real = side(name, keep, whole)
+    naive = NaiveSide(codec(name), "sliding", 5, whole and group > 1, group)
+    for start, end in itertools.pairwise([0, *itertools.accumulate(chunks)]):
+        read, expected = real.append(x[:, :, start:end], quantized), naive.append(x[:, :, start:end], quantized)
+        torch.testing.assert_close(read, expected, atol=1e-5, rtol=0)  # products of other sizes round otherwise
+        assert (real.tokens, real.residual_tokens) == (end, len(naive.waiting))
+        assert real.residual_bytes == naive.residual_bytes
+
+
+@pytest.mark.thin(3)
+@pytest.mark.parametrize("bits", [1, 2, 3, 4, 5, 8, 11])
+@pytest.mark.parametrize("tokens", [1, 5, 31, 32, 33, 64, 100])
+def test_tokens_that_leave_one_by_one_share_bytes(bits, tokens):
+    """Not a byte for the 1 or 2 bits of a channel: the bytes are those of one block of as many tokens."""
+    x = states(tokens)
+    one = side("rtn", bits=bits)
+    for token in torch.cat([x, states(5, seed=1)], 2).split(1, 2):
+        one.append(token)
+    assert one.packed_tokens == tokens
+    assert one.packed_bytes == codec("rtn", bits).encode(x).nbytes
+    together = side("rtn", bits=bits)
+    together.append(torch.cat([x, states(5, seed=1)], 2))
+    assert one.packed_bytes == together.packed_bytes
+    assert torch.equal(one.append(x[:, :, :1]), together.append(x[:, :, :1]))
+
+
+@pytest.mark.parametrize("keep", [False, True])
+def test_a_store_of_tokens_forks_and_selects(keep):
+    x = states(50, batch=3)
+    one = TokenStore(codec("oscar_values"), keep)
+    one.add(x[:, :, :40], None, None)
+    fork = one.fork()
+    one.add(x[:, :, 40:43], None, None)
+    fork.add(x[:, :, 43:50], None, None)
+    alone = TokenStore(codec("oscar_values"), keep)
+    alone.add(torch.cat([x[:, :, :40], x[:, :, 43:50]], 2), None, None)
+    assert torch.equal(fork.past(None), alone.past(None))
+    assert (one.tokens, fork.tokens) == (43, 47)
+    assert [packed.tokens for packed in fork.packed] == [UNIT, 47 - UNIT]
+    index = torch.tensor([2, 0])
+    before = fork.past(None)
+    fork.select(index)
+    assert torch.equal(fork.past(None), before[index])
+    assert torch.equal(one.past(None)[:, :, :40], before[:, :, :40])
+
+
+@pytest.mark.parametrize("name", GROUPS)
+@settings(max_examples=examples(12))
+@given(start=st.integers(0, 30), count=st.integers(1, 30))
+def test_one_by_one_says_what_each_query_reads(name, start, count):
+    """Token for token: the announced moves, what is read before them and after them."""
+    x = states(start + count)
+    fed, single = side(name), side(name)
+    if start:
+        fed.append(x[:, :, :start])
+        single.append(x[:, :, :start])
+    moves = fed.moves(count)
+    first, decoded = fed.append_in_steps(x[:, :, start:])
+    assert len(moves.queries) == (0 if decoded is None else decoded.shape[2])
+    for query in range(count):
+        expected = single.append(x[:, :, start + query : start + query + 1])
+        read = first[:, :, : start + query + 1].clone()
+        for offset, at in enumerate(moves.queries):
+            if at <= query:
+                read[:, :, moves.start + offset] = decoded[:, :, offset]
+        torch.testing.assert_close(read, expected, atol=1e-5, rtol=0)
+    assert (fed.packed_bytes, fed.residual_tokens) == (single.packed_bytes, single.residual_tokens)
+
+
+@pytest.mark.parametrize(("sizes", "expected"), [((5, 1), (5, 1)), ((5, 32), (5, 32)), ((5, None), (5, 5))])
+def test_what_stays_and_what_leaves_together(sizes, expected):
+    size, group = sizes
+    assert ResidualSide(Policy.sliding, size, PrefillBlock.size).schedule(group) == expected
+    assert ResidualSide(Policy.block, size, PrefillBlock.size).schedule(group) == (0, size)
+
+
+def test_full_precision_beside_a_method_that_keeps_nothing():
+    """The baseline of such a method has its residual and no codec."""
+    held = CacheSide(None, ResidualSide(Policy.sliding, 0, PrefillBlock.size), "layer 0 values")
+    x = states(9)
+    for start in (0, 4, 8):
+        seen = held.append(x[:, :, start : start + 4])
+    assert torch.equal(seen, x)
+    assert held.packed_tokens == 0

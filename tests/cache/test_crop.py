@@ -13,7 +13,7 @@ import kvq
 from kvq.cache import CacheSide, KVCache
 from kvq.cache.layer import KVCacheLayer
 from kvq.config.residual import Policy, PrefillBlock, ResidualSide
-from kvq.errors import Unsupported
+from kvq.errors import ConfigError, Unsupported
 from kvq.methods.kept_keys import SinkSide
 from tests.cache.states import states
 from tests.random_models import llama, token_ids
@@ -127,3 +127,5 @@ def test_no_layer_changes_where_one_refuses():
     with pytest.raises(Unsupported, match="layer 1 keys: cannot remove 5 tokens"):
         cache.crop(-5)
     assert {layer.get_seq_length() for layer in cache.layers} == {15}
+    with pytest.raises(ConfigError, match=r"crop\(3\): give a negative number"):
+        cache.crop(3)

@@ -71,14 +71,6 @@ def test_generate(model, name):
         assert cache.side_bits("key") < 16
 
 
-def test_generate_goes_on_with_a_used_cache(model):
-    tokens = token_ids(10)
-    cache = KVCache(model, method())
-    first = generate(model, tokens, cache, 4)
-    second = generate(model, first, cache, 5)
-    assert torch.equal(second, greedy(model, tokens, KVCache(model, method()), 9))
-
-
 def test_a_fork_is_an_independent_run(model):
     """Two continuations of one context, in turns: each as if it were alone; the packed context is shared."""
     context, one, two = token_ids(20), token_ids(14, seed=1), token_ids(14, seed=2)
@@ -101,16 +93,6 @@ def test_a_fork_is_an_independent_run(model):
             out, expected = (model(tokens[:, start:end], past_key_values=c).logits for c in (cache, single))
             assert torch.equal(out, expected)
     assert base.nbytes == alone[0].nbytes
-
-
-def test_resetting_a_fork_leaves_the_other(model):
-    tokens = token_ids(20)
-    base, single = KVCache(model, method()), KVCache(model, method())
-    for cache in (base, single):
-        model(tokens[:, :13], past_key_values=cache)
-    base.fork().reset()
-    outs = [model(tokens[:, 13:], past_key_values=cache).logits for cache in (base, single)]
-    assert torch.equal(*outs)
 
 
 @pytest.mark.parametrize(

@@ -132,25 +132,6 @@ def test_padding_is_the_same_in_every_forward() -> None:
     assert (cache.nbytes, cache.get_seq_length(), cache.padding) == (0, 0, None)
 
 
-def test_a_cache_that_was_padded_is_as_good_as_new() -> None:
-    loaded = family("llama")
-    for chosen in ("kivi", "nsnquant"):  # one undoes rotary embeddings
-        one, row = method(chosen), prompts()[1]
-        cache, new = KVCache(loaded.model, one), KVCache(loaded.model, one)
-        loaded.model(padded(prompts())[0], attention_mask=padded(prompts())[1], past_key_values=cache)
-        cache.reset()
-        for each in (cache, new):
-            found = [loaded.model(part, past_key_values=each).logits for part in (row, row[:, :1])]
-        assert torch.equal(found[-1], loaded.model(row[:, :1], past_key_values=_after(cache, row, loaded)).logits)
-        assert cache.nbytes == new.nbytes
-
-
-def _after(cache: KVCache, row: Tensor, loaded: LoadedModel) -> KVCache:
-    cache.reset()
-    loaded.model(row, past_key_values=cache)
-    return cache
-
-
 @pytest.mark.parametrize("name", ["llama", "gemma2"])
 def test_forks_and_beams_of_padded_batches(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A fork goes its own way; beams of a padded batch are those of each sequence alone."""

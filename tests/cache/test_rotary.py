@@ -8,54 +8,24 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import (
-    AutoModelForCausalLM,
-    CohereConfig,
-    Glm4Config,
-    GptOssConfig,
-    LlamaConfig,
-    PretrainedConfig,
-)
+from transformers import AutoModelForCausalLM, CohereConfig, Glm4Config, GptOssConfig, LlamaConfig, PretrainedConfig
 
 import kvq
 from kvq.cache import KVCache
-from kvq.cache.rotary import STYLES, RopeTable, Style, angles, styles_of
+from kvq.cache.rotary import STYLES, Style, styles_of
 from kvq.codecs.stages import Rope
 from kvq.errors import Unsupported
 from tests.random_models import llama, token_ids
 
-SIZES = {
-    "vocab_size": 61,
-    "hidden_size": 48,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 32,
-    "max_position_embeddings": 512,
-    "initializer_range": 0.2,
-    "bos_token_id": None,
-    "eos_token_id": None,
-    "pad_token_id": None,
-}
+SIZES: dict[str, Any] = {"vocab_size": 61, "hidden_size": 48, "intermediate_size": 96, "num_hidden_layers": 2}
+SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "max_position_embeddings": 512}
+SIZES |= {"initializer_range": 0.2, "bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
 THETA = {"rope_theta": 10000.0}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128, **THETA}
-LLAMA3 = {
-    "rope_type": "llama3",
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 64,
-    **THETA,
-}
-LONG = {
-    "rope_type": "longrope",
-    "short_factor": [1.0] * 16,
-    "long_factor": [2.0] * 16,
-    "factor": 4.0,
-    "original_max_position_embeddings": 128,
-    **THETA,
-}
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+LLAMA3 |= {"original_max_position_embeddings": 64, **THETA}
+LONG = {"rope_type": "longrope", "short_factor": [1.0] * 16, "long_factor": [2.0] * 16, "factor": 4.0}
+LONG |= {"original_max_position_embeddings": 128, **THETA}
 HALF, EVEN, GLM, PLAIN = STYLES[:4]
 KINDS: dict[str, tuple[Any, dict[str, Any], Style]] = {
     "llama": (LlamaConfig, {}, HALF),
@@ -141,13 +111,6 @@ def test_sequences_at_different_positions_are_refused() -> None:
     model(token_ids(4, batch=2), position_ids=same, past_key_values=KVCache(model, method()))
 
 
-def test_states_without_a_model_have_no_rotations() -> None:
-    cache = KVCache(llama(head_dim=32), method())
-    x = torch.randn(1, 2, 9, 32)
-    with pytest.raises(Unsupported, match="layer 0 keys: the method undoes rotary embeddings, which the model did not"):
-        cache._update(x, x, 0)
-
-
 def feed(model: Any, cache: KVCache, tokens: Tensor, bounds: list[int]) -> Tensor:
     return [model(tokens[:, a:b], past_key_values=cache).logits for a, b in itertools.pairwise(bounds)][-1]
 
@@ -179,30 +142,3 @@ def test_a_decoded_copy_forks_crops_and_resets(policy: str) -> None:
     torch.testing.assert_close(
         feed(model, swapped, tokens[order], [37, 38, 50, 60]), expected[order], atol=1e-4, rtol=0
     )
-
-
-def test_layers_that_turn_alike_share_one_table() -> None:
-    model = llama(head_dim=32)
-    cache = KVCache(model, method())
-    feed(model, cache, token_ids(20), [0, 20])
-    first, second = cache.layers
-    assert first.key.rope is second.key.rope
-    assert first.key.rope.tokens == 20
-    assert first.fork().key.rope is first.key.rope  # a cache's fork gives all layers a table of their own
-    assert cache.fork().layers[0].key.rope is not first.key.rope
-
-
-def test_what_an_attention_is_given() -> None:
-    table = RopeTable(Style("first_half", False))
-    cos, sin = torch.ones(1, 3, 4), torch.zeros(1, 3, 4)
-    table.extend(0, 3, (cos, sin), cos)
-    table.extend(0, 3, (cos, sin), cos)  # a second layer
-    assert (table.tokens, table.rope.cos.shape) == (3, (1, 3, 2))
-    table.keep(1)
-    assert table.tokens == 1
-    three = torch.stack([cos, cos, cos]), torch.stack([sin, sin, sin])
-    assert angles(None, {"position_embeddings": three})[0].shape == (1, 3, 4)
-    three[0][1] += 1
-    with pytest.raises(Unsupported, match="takes text, not images"):
-        angles(None, {"position_embeddings": three})
-    assert angles(torch.nn.Identity(), {}) is None

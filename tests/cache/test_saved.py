@@ -170,18 +170,6 @@ def test_a_fork_is_saved_alone_and_an_empty_cache_is_empty(tmp_path: Path) -> No
     assert torch.equal(goes_on(model, empty)[0], goes_on(model, KVCache(model, method))[0])
 
 
-def test_the_rest_of_a_generation_is_that_of_one_cache(tmp_path: Path) -> None:
-    model, method = method_of("oscar")
-    ids = token_ids(PROMPT)
-    whole = model.generate(ids, past_key_values=KVCache(model, method), max_new_tokens=40, do_sample=False)
-    cache = KVCache(model, method)
-    half = model.generate(ids, past_key_values=cache, max_new_tokens=20, do_sample=False)
-    cache.save(tmp_path / "one")
-    loaded = KVCache.load(tmp_path / "one", model, method)
-    rest = model.generate(half, past_key_values=loaded, max_new_tokens=20, do_sample=False)
-    assert rest.tolist() == whole.tolist()
-
-
 def test_what_differs_is_named(tmp_path: Path) -> None:
     model, method = method_of("nsn")
     path = tmp_path / "one"

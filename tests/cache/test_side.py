@@ -73,14 +73,6 @@ def test_size_zero_means_everything_not_nothing(policy):
     assert torch.equal(read, codec("oscar").decode(codec("oscar").encode(x)))
 
 
-def test_full_precision_without_a_codec():
-    x = states(20)
-    one = CacheSide(None, residual(policy="none"), "layer 0 values")
-    one.append(x[:, :, :13])
-    assert torch.equal(one.append(x[:, :, 13:]), x)
-    assert (one.packed_bytes, one.residual_bytes) == (0, x.numel() * 4)
-
-
 @pytest.mark.parametrize("keep", [False, True])
 @pytest.mark.parametrize("name", METHODS)
 def test_what_was_given_can_change_afterwards(name, keep):
@@ -153,13 +145,3 @@ def test_select_reset_and_crop(keep):
     one.reset()
     assert (one.tokens, one.packed_bytes, one.residual_bytes, one.elements_per_token) == (0, 0, 0, 0)
     assert torch.equal(one.append(more), more)
-
-
-def test_cropping_everything_starts_over():
-    """The next prefill is the first again, of whatever batch."""
-    one, _ = fed("nsn", states(5), [0, 5], whole=True)
-    one.crop(5)
-    x = states(21, batch=2)
-    fresh, _ = fed("nsn", x, [0, 21], whole=True)
-    one.append(x)
-    assert (one.packed_tokens, one.packed_bytes) == (21, fresh.packed_bytes)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +11,7 @@ import pytest
 import torch
 
 import kvq
-from kvq.calibration import files, fit
+from kvq.calibration import files
 from kvq.calibration import text as text_module
 from kvq.calibration.files import file_of
 from kvq.calibration.text import calibration_text, dataset_of, text_of
@@ -107,43 +105,6 @@ def test_a_fitted_layer_is_read_again_unless_its_file_is_damaged(tmp_path: Path)
     assert again.fitted(3, lambda: tables) is tables
     again.remove()
     assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.long
-def test_killed_and_repeated(given: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A process that dies while it fits leaves no calibration, but the layers that it had fitted, which resume."""
-    small = [f"method.{side}.quantizer.{name}" for side in ("key", "value") for name in ("iterations=2", "code_bits=4")]
-    run = [*given, "method=cq", *small]
-    whole, killed = (f"results_dir={tmp_path / name}" for name in ("whole", "killed"))
-    assert main([*run, whole]) == 0
-    dying = (
-        "import os, kvq.calibration.fit as step\n"
-        "from kvq.cli import main\n"
-        "fit, seen = step._fit, []\n"
-        "def die(*given):\n"
-        "    seen.append(1)\n"
-        "    return os._exit(9) if len(seen) == 2 else fit(*given)\n"
-        "step._fit = die\n"
-        f"main({[*run, killed]!r})\n"
-    )
-    assert subprocess.run([sys.executable, "-c", dying], check=False).returncode == 9
-    assert not calibrations(tmp_path / "killed")
-    assert len(list((tmp_path / "killed" / "calibration").glob("*.layer*"))) == 1
-    fitted, fit_layer = [], fit._fit
-
-    def counted(*given: Any) -> dict[str, torch.Tensor]:
-        fitted.append(given[2])
-        return fit_layer(*given)
-
-    monkeypatch.setattr(fit, "_fit", counted)
-    assert main([*run, killed]) == 0
-    assert fitted == [1]
-    assert not list((tmp_path / "killed" / "calibration").glob("*.layer*"))
-    (one,), (two,) = (calibrations(tmp_path / name) for name in ("whole", "killed"))
-    assert one.read_bytes() == two.read_bytes()
-    two.write_bytes(two.read_bytes()[:100])
-    assert main([*run, "force=true", killed]) == 0
-    assert one.read_bytes() == two.read_bytes()
 
 
 def test_what_decides_a_calibration_is_in_its_name_and_in_the_key(given: list[str]) -> None:

@@ -131,12 +131,6 @@ def in_planes(codec, packed):
     return codec.planes(packed) if isinstance(codec, CodedBlocks) else packed
 
 
-def test_there_are_methods():
-    assert {"identity", "zero", "kivi", "nsn", "oscar", "oscar/released", "quarot", "rtn"} <= set(CODED)
-    method = kvq.build_method("fp16")
-    assert (method.key, method.value, method.is_full_precision) == (None, None, True)
-
-
 @pytest.mark.thin(6)
 @pytest.mark.parametrize("name", mostly_quick(CODED, ("cq/", "waterfill/mixed")))  # cq itself has 512 centroids to fit
 @settings(max_examples=examples(6))

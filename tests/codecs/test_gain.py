@@ -5,15 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvq.codecs import (
-    Codec,
-    Hadamard,
-    RandomizedHadamard,
-    RandomRotation,
-    TokenNorm,
-    UniformQuantizer,
-    gain_factor,
-)
+from kvq.codecs import Codec, Hadamard, RandomizedHadamard, RandomRotation, TokenNorm, UniformQuantizer, gain_factor
 from tests.codecs.oracles import FP16, block
 
 GAINS = ["l2", "norm", "parallel", "unit"]

@@ -24,7 +24,6 @@ from kvq.codecs import (
 from kvq.codecs.stages import geometric_median
 from tests.codecs.oracles import block, hadamard, stored
 from tests.codecs.test_codebooks import codewords
-from tests.codecs.test_double_quant import naive
 from tests.codecs.test_rope import turned
 
 store = np.vectorize(stored)
@@ -57,22 +56,6 @@ def oracle(x, rope, bits, gain="parallel", rotate_first=False):
     if rotate_first:
         out = out @ matrix.T
     return out if rope is None else turned(torch.from_numpy(out)[None], rope)[0]
-
-
-def test_keys_of_a_chunk_at_one_bit():
-    x, rope = block(2, 12, 32), rope_table(12, 32)
-    codec = kvq.build_method("nsnquant", bits=1, head_dim=32).key
-    expected = oracle(x[0].numpy(), rope, 1)
-    np.testing.assert_allclose(
-        codec.decode(codec.encode(x, rope=rope), rope)[0].numpy(), expected, rtol=1e-9, atol=1e-9
-    )
-
-
-def test_values_of_a_chunk_at_one_bit():
-    x = block(2, 12, 64)
-    codec = kvq.build_method("nsnquant", bits=1, head_dim=64).value
-    expected = oracle(x[0].numpy(), None, 1, rotate_first=True)
-    np.testing.assert_allclose(codec.decode(codec.encode(x))[0].numpy(), expected, rtol=1e-9, atol=1e-9)
 
 
 def test_chunks_have_their_own_means():
@@ -180,12 +163,6 @@ def test_channel_scale_is_the_sample_deviation():
     assert not bool(one.any())
 
 
-def measured(name, bits, chunk):
-    method = kvq.build_method(name, bits=bits, head_dim=128)
-    x, rope = torch.randn(1, 8, 2 * chunk, 128, generator=torch.Generator().manual_seed(0)), rope_table(2 * chunk, 128)
-    return [codec.encode(x, chunk, rope).bits_per_element for codec in (method.key, method.value)]
-
-
 @pytest.mark.parametrize(
     ("overrides", "low", "high"), [([], 10, 40), (["value.stages.norm1.double_quant=null"], 0.15, 0.35)]
 )
@@ -198,3 +175,52 @@ def test_a_value_token_far_below_its_chunk_is_lost_to_the_4_bits_of_its_norm(ove
     error = (codec.decode(codec.encode(x, 64)) - x).norm(dim=-1) / x.norm(dim=-1)
     assert low < error[:, :, 20].mean() < high
     assert 0.15 < error[:, :, 21:].mean() < 0.35
+
+
+def naive(x, bits, axis, size, signed):
+    """Group by group, number by number."""
+    out = np.zeros_like(x)
+    top = 2 ** (bits - 1) - 1 if signed else 2**bits - 1
+    rows, columns = x.shape
+    along = rows if axis == "per_channel" else columns
+    size = size or along
+    for line in range(columns if axis == "per_channel" else rows):
+        for start in range(0, along, size):
+            span = slice(start, min(start + size, along))
+            where = (span, line) if axis == "per_channel" else (line, span)
+            step = max(abs(v) for v in x[where]) / top
+            codes = [round(v / step) if step else 0 for v in x[where]]
+            if not signed:
+                codes = [0 if v == 0 else max(code, 1) for v, code in zip(x[where], codes, strict=True)]
+            out[where] = [code * stored(step) for code in codes]
+    return out
+
+
+@given(
+    rows=st.integers(1, 20),
+    columns=st.integers(1, 20),
+    bits=st.integers(2, 9),
+    axis=st.sampled_from(["per_channel", "per_token"]),
+    size=st.one_of(st.none(), st.integers(1, 9)),
+    signed=st.booleans(),
+    seed=st.integers(0, 99),
+)
+def test_it_is_its_definition(rows, columns, bits, axis, size, signed, seed):
+    x = torch.randn(2, rows, columns, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    x = x if signed else x.abs()
+    x[..., ::3] = 0
+    quant = DoubleQuant(bits, axis, size, signed)
+    parts = quant.encode(x)
+    out = quant.decode(parts, rows, columns, torch.float64)
+    for got, given_ in zip(out, x, strict=True):
+        np.testing.assert_allclose(got.numpy(), naive(given_.numpy(), bits, axis, size, signed), atol=1e-12)
+    assert parts["step"].dtype is torch.float16
+
+
+def test_a_small_scale_never_becomes_zero():
+    x = torch.tensor([[100.0], [1e-3], [0.0]])
+    quant = DoubleQuant(4, "per_channel")
+    out = quant.decode(quant.encode(x), 3, 1, torch.float64).flatten()
+    assert out[0] == pytest.approx(100, rel=1e-3)
+    assert out[1] == pytest.approx(100 / 15, rel=1e-3)
+    assert out[2] == 0

@@ -1,11 +1,26 @@
 """Stores grow without changing what they hold, and forks never see each other's rows."""
 
+import math
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvq.codecs import BlockRun, Codec, Growable, Hadamard, Packed, PackedStore, TokenNorm, UniformQuantizer, merge_runs
+from kvq.codecs import (
+    BlockRun,
+    Codec,
+    Growable,
+    Hadamard,
+    PackedStore,
+    TokenNorm,
+    UniformQuantizer,
+    merge_runs,
+    pack,
+    plane_widths,
+    unpack,
+)
+from kvq.errors import ConfigError
 from tests.properties import examples
 
 
@@ -114,34 +129,6 @@ def test_runs_merge_only_when_alike():
     assert one.count == 2
 
 
-@settings(max_examples=examples(30))
-@given(steps=st.lists(st.tuples(st.integers(0, 2), st.integers(1, 9)), min_size=1, max_size=8))
-def test_forked_stores_are_independent(steps):
-    first = PackedStore(codec().encode(states(8)))
-    handles = [first, first.fork(), first.fork()]
-    seen = [[codec().encode(states(8))] for _ in handles]
-    for seed, (which, size) in enumerate(steps):
-        more = codec().encode(states(size, seed=seed + 1))
-        handles[which].append(more)
-        seen[which].append(more)
-    for handle, blocks in zip(handles, seen, strict=True):
-        assert handle.packed.nbytes == sum(piece.nbytes for piece in blocks)
-        decoded = torch.cat([codec().decode(piece) for piece in blocks], 2)
-        assert torch.equal(codec().decode(handle.packed), decoded)
-
-
-@pytest.mark.parametrize("index", [[1, 0], [0], [1, 1, 0, 1]])
-def test_select_keeps_those_sequences(index):
-    x, more = states(13), states(5, batch=len(index), seed=1)
-    store = PackedStore(codec().encode(x, 4)).select(torch.tensor(index))
-    alone = PackedStore(codec().encode(x[index], 4))
-    for one in (store, alone):
-        one.append(codec().encode(more))
-    assert store.packed.batch == len(index)
-    assert store.packed.nbytes == alone.packed.nbytes
-    assert torch.equal(codec().decode(store.packed), codec().decode(alone.packed))
-
-
 def test_selecting_leaves_the_original():
     store = PackedStore(codec().encode(states(8)))
     before = codec().decode(store.packed)
@@ -150,8 +137,61 @@ def test_selecting_leaves_the_original():
     assert torch.equal(codec().decode(store.packed), before)
 
 
-def test_packed_counts_what_it_holds():
-    parts = {"codes.0": torch.zeros(1, 2, 3, 4, dtype=torch.uint8), "scale": torch.zeros(1, 2, 1, 4).half()}
-    packed = Packed(parts, (BlockRun(3, 1, {"codes.0": 3, "scale": 1}),), 1, 2, 4, torch.float32)
-    assert packed.nbytes == 24 + 16
-    assert packed.bits_per_element == 8 * 40 / 24
+BITS = st.integers(1, 16)
+
+
+def codes(bits, *shape, seed=0):
+    return torch.randint(0, 2**bits, shape, generator=torch.Generator().manual_seed(seed), dtype=torch.int32)
+
+
+@pytest.mark.parametrize("bits", range(1, 17))
+def test_plane_widths_add_up_to_the_bits_and_fit_bytes(bits):
+    widths = plane_widths(bits)
+    assert sum(widths) == bits
+    assert set(widths) <= {1, 2, 4, 8}
+    assert list(widths) == sorted(widths, reverse=True)
+
+
+@pytest.mark.parametrize("bits", [0, -1, 17])
+def test_other_bits_are_refused(bits):
+    with pytest.raises(ConfigError, match=f"bits={bits}: .*1 to 16"):
+        plane_widths(bits)
+
+
+@pytest.mark.parametrize("bits", range(1, 17))
+def test_every_code_survives(bits):
+    every = torch.arange(2**bits, dtype=torch.int32)[:, None].expand(-1, 3)
+    out = unpack(pack(every, bits), bits, 2**bits)
+    assert torch.equal(out.int(), every)
+
+
+@given(bits=BITS, lead=st.lists(st.integers(1, 3), max_size=3), tokens=st.integers(0, 40), cols=st.integers(1, 9))
+def test_round_trip_and_size(bits, lead, tokens, cols):
+    given_codes = codes(bits, *lead, tokens, cols)
+    planes = pack(given_codes, bits)
+    assert torch.equal(unpack(planes, bits, tokens).int(), given_codes)
+    rows = sum(math.ceil(tokens * width / 8) for width in plane_widths(bits))
+    assert sum(plane.numel() * plane.element_size() for plane in planes) == rows * cols * math.prod(lead)
+
+
+@given(bits=BITS, tokens=st.integers(1, 12))
+def test_input_dtype_does_not_matter(bits, tokens):
+    small = codes(bits, 2, tokens, 5)
+    kinds = [torch.int32, torch.int64] + ([torch.uint8] if bits <= 8 else [])
+    packed = [pack(small.to(kind), bits) for kind in kinds]
+    for planes in packed[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(packed[0], planes, strict=True))
+
+
+@given(bits=BITS, tokens=st.integers(1, 20))
+def test_unpacked_codes_are_in_range_whatever_the_bytes(bits, tokens):
+    """No byte pattern, not even a damaged one, gives a code that needs more than `bits` bits."""
+    planes = [torch.full_like(plane, 255) for plane in pack(codes(bits, tokens, 3), bits)]
+    out = unpack(planes, bits, tokens)
+    assert out.shape == (tokens, 3)
+    assert int(out.min()) == int(out.max()) == 2**bits - 1
+
+
+def test_padding_of_a_last_byte_is_zero():
+    planes = pack(torch.full((3, 1), 7), 3)
+    assert [plane.flatten().tolist() for plane in planes] == [[0b00_11_11_11], [0b0000_0111]]

@@ -7,12 +7,7 @@ from hypothesis import strategies as st
 
 import kvq
 from kvq.cache.side import CacheSide
-from kvq.codecs import (
-    PackedStore,
-    PrefillCodec,
-    ProductQuantizer,
-    RandomizedHadamard,
-)
+from kvq.codecs import PackedStore, PrefillCodec, ProductQuantizer, RandomizedHadamard
 from kvq.config.residual import Policy, PrefillBlock, ResidualSide
 from tests.properties import examples
 

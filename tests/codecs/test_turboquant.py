@@ -67,14 +67,6 @@ def test_the_printed_bound_of_the_variance(bits):
         assert variance <= math.sqrt(3) * math.pi**2 * 4.0**-bits / dim
 
 
-@pytest.mark.parametrize("bits", [2, 3, 4])
-def test_measured_variances_keep_the_printed_bound(bits):
-    """Over tokens and queries. A token by itself may exceed it, as its residual may be longer than the mean one."""
-    x, queries = unit(40), unit(200, seed=1)
-    variance = estimates(bits, "gaussian", 60, x, queries).var(0).mean()
-    assert float(variance) <= math.sqrt(3) * math.pi**2 * 4.0**-bits / 128
-
-
 def test_orthogonal_rows_err_less():
     x = unit(500)
     errors = {}

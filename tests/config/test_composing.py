@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
+import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
+import yaml
 from hydra.core.hydra_config import HydraConfig
 from hydra.experimental.callback import Callback
-from omegaconf import DictConfig, ListConfig
+from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.base import Node
 
+from kvq import methods
 from kvq.cli import main
-from kvq.config import compose, composing
-from kvq.config.composing import Composition, compose_quickly, compose_with_hydra, register
+from kvq.config import compose, composing, conf_dir, plugins, resolve
+from kvq.config.choices import choices_in, find
+from kvq.config.composing import CONFIG_NAME, Composition, compose_quickly, compose_with_hydra, files_of, register
 from kvq.config.explain import choices
-from kvq.errors import KvqError
+from kvq.config.identity import canonical
+from kvq.config.method import RENAMED, earlier_names, with_current_names, with_names
+from kvq.errors import ConfigError
+from kvq.methods.build import method_of
+from kvq.results.versions import versions_of
 
 GROUPS = choices()
 MORE = ["bits=k3v2", "seed=7", "residual.size=64", "dataset.data_files=[a.txt,b.txt]"]
@@ -166,21 +175,6 @@ def test_the_jobs_of_a_sweep_are_those_that_hydra_composes(sweep: list[str], mon
     assert HydraConfig.instance().cfg is before
 
 
-@pytest.mark.parametrize("sweep", [["method=nsn,kivi", "bits=2,3"]], ids=" ".join)
-def test_each_job_of_a_sweep_is_composed_once(sweep: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    composed: list[str] = []
-    composition = composing.composition
-
-    def counted(words: list[str], config_dir: Path | None = None) -> Composition:
-        composed.append(" ".join(words))
-        return composition(words, config_dir)
-
-    monkeypatch.setattr(composing, "composition", counted)
-    monkeypatch.setattr("kvq.cli._measure", lambda config, sweep: None)
-    assert main(["-m", *sweep]) == 0
-    assert len(composed) == len(set(composed)) == 4
-
-
 class Counted(Callback):
     """A user's callback, for which Hydra composes every job whole."""
 
@@ -199,14 +193,165 @@ def test_callbacks_of_a_user_are_called_for_each_job(monkeypatch: pytest.MonkeyP
     assert Counted.seen == ["0 nsn", "1 kivi"]
 
 
-def test_a_job_that_raises_counts_as_failed_and_the_next_starts(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen = []
+TABLE = """
+defaults: [/method/kivi@_here_, _self_]
+rows:
+  wide:
+    about: Groups of 64.
+    label: KIVI (wide)
+    both: {quantizer: {group_size: 64, bits: "${kvbits:side}"}}
+  wide_sink:
+    about: Groups of 64 and a sink.
+    defaults: [/method/mine/wide@_here_, _self_]
+    label: KIVI (wide, sink)
+    sink_tokens: 1
+"""
 
-    def measured(config: DictConfig, sweep: bool) -> None:
-        seen.append(config.method.name)
-        if config.method.name == "nsn":
-            raise KvqError("no luck")
 
-    monkeypatch.setattr("kvq.cli._measure", measured)
-    assert main(["-m", "method=nsn,kivi"]) == 1
-    assert seen == ["nsn", "kivi"]
+def written(folder: Path, table: str = TABLE) -> Path:
+    """A copy of `conf/` with a table of presets `mine`."""
+    shutil.copytree(conf_dir(), folder)
+    (folder / "method" / "mine").mkdir()
+    (folder / "method" / "mine" / "_presets.yaml").write_text(table, encoding="utf-8")
+    return folder
+
+
+def composed(folder: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> tuple[Composition, Composition]:
+    """A method of a folder that stands in for `conf/`, as Hydra composes it and from kept parts."""
+    monkeypatch.setattr(plugins, "conf_dirs", lambda config_dir=None: [folder])
+    composing.register()
+    quick = compose_quickly(files_of(), [f"method={name}"])
+    assert quick is not None
+    return compose_with_hydra([folder], [f"method={name}"]), quick
+
+
+def test_a_row_is_a_choice(tmp_path: Path) -> None:
+    folder = written(tmp_path / "conf")
+    found = {choice.name: choice for choice in choices_in(folder) if choice.group == "method"}
+    assert found["mine/wide"].about == "Groups of 64."
+    assert found["mine/wide"].read() == find("method", "mine/wide", folder).read()  # type: ignore[union-attr]
+    assert find("method", "mine/none", folder) is None
+    assert "_presets" not in "".join(found)
+
+
+@pytest.mark.parametrize("name", ["mine/wide", "mine/wide_sink"])
+def test_a_row_composes_as_a_file_would(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By Hydra and from kept parts: the base's settings, the row's on top, those of `both` on each side."""
+    whole, quick = composed(written(tmp_path / "conf"), name, monkeypatch)
+    assert quick.config == whole.config
+    method = OmegaConf.to_container(whole.config.method, resolve=False)
+    assert isinstance(method, dict)
+    assert method["name"] == name
+    assert method["sink_tokens"] == (name == "mine/wide_sink")
+    for side in ("key", "value"):
+        assert method[side]["quantizer"]["group_size"] == 64
+        assert method[side]["quantizer"]["bits"] == f"${{kvbits:{side}}}"
+    assert whole.choices["method"] == name
+
+
+def test_an_edited_row_is_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = written(tmp_path / "conf")
+    assert composed(folder, "mine/wide", monkeypatch)[0].config.method.key.quantizer.group_size == 64
+    table = folder / "method" / "mine" / "_presets.yaml"
+    table.write_text(TABLE.replace("group_size: 64", "group_size: 128"), encoding="utf-8")
+    for found in composed(folder, "mine/wide", monkeypatch):
+        assert found.config.method.key.quantizer.group_size == 128
+
+
+def test_a_table_of_a_further_folder(tmp_path: Path) -> None:
+    """--config-dir may hold tables too."""
+    further = tmp_path / "own"
+    (further / "method" / "mine").mkdir(parents=True)
+    (further / "method" / "mine" / "_presets.yaml").write_text(TABLE, encoding="utf-8")
+    assert compose(["method=mine/wide"], further).method.label == "KIVI (wide)"
+
+
+@pytest.mark.parametrize(
+    ("table", "said"),
+    [
+        ("rows: {a: {label: A}}", "a: a row has about"),
+        ("rows: {a: 3}", "a: a row has about"),
+        ("rows: [a]", "rows by name"),
+        ("row: {}\nrows: {}", r"not \['row'\]"),
+        ("rows: {a: {about: A, both: {}, key: {}}}", "both and key"),
+    ],
+)
+def test_a_table_that_is_not_one(tmp_path: Path, table: str, said: str) -> None:
+    folder = written(tmp_path / "conf", table)
+    with pytest.raises(ConfigError, match=said):
+        list(choices_in(folder))
+
+
+@pytest.mark.every_plugin
+def test_no_name_is_twice_and_every_table_has_rows() -> None:
+    names = [(choice.group, choice.name) for choice in plugins.all_choices()]
+    assert len(set(names)) == len(names) > 450
+    for path in (path for folder in plugins.conf_dirs() for path in folder.rglob("_*.yaml")):
+        if not path.parent.name.startswith("_"):
+            assert len(yaml.safe_load(path.read_text(encoding="utf-8"))["rows"]) > 0, path
+    assert (conf_dir() / f"{CONFIG_NAME}.yaml").is_file()
+
+
+@pytest.mark.parametrize(("name", "value"), [("rounding", "up"), ("min_scale", 0.5), ("scale_dtype", "float32")])
+def test_a_setting_by_its_earlier_name_is_the_same_run(name: str, value: Any) -> None:
+    """On the command line, in a file and as a Python call; keys and records keep the earlier name."""
+    earlier = earlier_names()[name]
+    word = f"++method.key.quantizer.{{}}={value}"
+    ours, theirs = (resolve(compose(["method=kivi", "bits=2", word.format(one)])) for one in (name, earlier))
+    assert canonical(ours, "", "") == canonical(theirs, "", "")
+    assert canonical(ours, "", "")["method"]["key"]["quantizer"][earlier] == value
+    method = replace(ours.method, key=with_names(ours.method.key, earlier_names()))
+    assert method.key == ours.method.key
+    assert getattr(method_of(ours, 128).key.quantizer, name) is not None  # type: ignore[union-attr]
+
+
+def test_a_token_policy_and_mla_by_their_earlier_names_are_the_same_run() -> None:
+    given = [
+        "method=zipcache",
+        "bits=k4v2",
+        "{}.recent=0.1",
+        "{}._target_=kvq.methods.{}.Saliency",
+        "cache.{}=expanded",
+    ]
+    names = (
+        ("method.token_policy", "method.token_policy", "mixed_precision", "mla"),
+        ("method.plan", "++method.plan", "plan", "latent"),
+    )
+    ours, theirs = (
+        resolve(compose([*given[:2], given[2].format(one), given[3].format(two, three), given[4].format(four)]))
+        for one, two, three, four in names
+    )
+    found = canonical(ours, "", "")
+    assert found == canonical(theirs, "", "")
+    assert found["latent"] == "expanded"
+    assert found["method"]["plan"]["_target_"] == "kvq.methods.plan.Saliency"
+    assert found["method"]["plan"]["recent"] == 0.1
+    assert "Saliency" in versions_of(found)
+    assert resolve(compose(["method=ott", "method.plan=null"])).method.token_policy is None
+
+
+def test_a_value_is_no_earlier_name() -> None:
+    """`halves` is a value of `order`, and the earlier name of another setting."""
+    part = {"_target_": "kvq.codecs.Hadamard", "order": "halves", "halves": ["plan", {"plan": "latent"}]}
+    now = {"_target_": "kvq.codecs.Hadamard", "order": "halves", "rounding": ["plan", {"token_policy": "latent"}]}
+    assert with_names(part, RENAMED) == now
+    assert with_names(now, earlier_names()) == part
+
+
+@pytest.mark.every_plugin
+def test_earlier_names_of_presets_as_calls() -> None:
+    assert methods.Kitty(bits=2, value={"halves": "up"}) == methods.Kitty(bits=2, value={"rounding": "up"})
+    given = [
+        "method.value.quantizer.halves=up",
+        "halves=3",
+        "plan=true",
+        "task.plan=1",
+        "+method.plan=null",
+        "method.planned=1",
+    ]
+    assert with_current_names(given) == [
+        "method.value.quantizer.rounding=up",
+        *given[1:4],
+        "+method.token_policy=null",
+        given[5],
+    ]

@@ -4,12 +4,14 @@ import functools
 import json
 
 import pytest
-from hydra.core.global_hydra import GlobalHydra
+from hypothesis import given
+from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
-from kvq.config import Config, ModelConfig, compose, conf_dir, full_precision, resolve
+from kvq.config import Config, compose, conf_dir, full_precision, resolve
 from kvq.config.explain import choices
 from kvq.config.identity import canonical
+from kvq.config.residual import Policy, PrefillBlock, ResidualConfig, ResidualSideConfig, effective_residual
 from kvq.errors import ConfigError
 
 GROUPS = {group: list(names) for group, names in choices().items()}
@@ -75,44 +77,6 @@ def test_bits_reach_the_codecs(bits):
     found = (config.method.key["quantizer"]["bits"], config.method.value["quantizer"]["bits"])
     assert found == ((2, 2) if bits == "2" else (3, 2))
     assert config.parsed_bits.label == ("2" if bits == "2" else "k3v2")
-
-
-def test_papers_protocols():
-    tasks = {name: resolve(compose([f"task={name}"])) for name in GROUPS["task"] if name.startswith("ppl")}
-    shapes = {name: (c.task.windows.value, c.task.context, c.task.scoring.value) for name, c in tasks.items()}
-    assert shapes["ppl/nsn"] == ("sliding", 2048, "parallel")
-    assert shapes["ppl/nsnquant_table2"] == ("disjoint", 4096, "parallel")
-    assert shapes["ppl/kvquant"] == ("disjoint", 2048, "parallel")
-    assert shapes["ppl/nsnquant_table15"] == ("disjoint", 4096, "generation")
-    assert tasks["ppl/nsnquant_table15"].effective_residual.key.size == 64
-    assert resolve(compose(["task=ppl/nsnquant_table15", "residual.size=32"])).effective_residual.key.size == 32
-    assert shapes["ppl/kvquant_plus_plus"] == ("disjoint", 192, "continuation")
-    assert {c.task.name for c in tasks.values()} == {"ppl"}
-
-
-@pytest.mark.parametrize(
-    ("overrides", "says"),
-    [
-        (["task.stride=4096"], r"task.stride=4096: 1 to task.context \(2048\)"),
-        (["task.context=1"], "task.context=1: at least 2"),
-        (["task.max_windows=0"], "task.max_windows=0: at least 1"),
-        (["task.bootstrap.block=0"], "task.bootstrap.block=0: at least 1"),
-        (["model=hf"], "model.path has no value: give model.path="),
-        (["model=tiny_outliers", "model.outliers.key_scale=3"], "key_scale=3.0: a power of two"),
-        (["bits=k2"], "bits=k2: whole numbers"),
-        (["threads=0"], "threads=0: at least 1"),
-        (["task=latency", "cpu_linear=onednn"], "cpu_linear=onednn: "),
-        (["method.bits_range=[3]"], r"method.bits_range=\[3\]"),
-        (["+nonsense=1"], "nonsense: unknown setting"),
-        (["+task.contxt=1"], "task.contxt: unknown setting. Did you mean 'context'"),
-        (["+method.keys=1"], "method.keys: unknown setting. Did you mean 'key'"),
-    ],
-    ids=str,
-)
-def test_values_are_checked_when_a_run_enters(overrides, says):
-    with pytest.raises(ConfigError, match=says) as caught:
-        resolve(compose(overrides))
-    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize("words", [[], ["++seed=0"]], ids=["composed here", "composed by Hydra"])
@@ -229,16 +193,53 @@ def test_the_baseline_of_a_run_is_fp16_in_the_same_setting():
     assert canonical(baseline, "weights", "text") == key("method=fp16", "task.stride=256")
 
 
-def test_composing_leaves_a_running_hydra_alone():
-    marker = object()
-    GlobalHydra.instance().hydra = marker
-    try:
-        assert OmegaConf.is_config(compose(["method=kivi"]))
-        assert GlobalHydra.instance().hydra is marker
-    finally:
-        GlobalHydra.instance().clear()
+DEFAULT = ResidualConfig(policy=Policy.block, size=128, prefill_block=PrefillBlock.whole)
+POLICIES, SIZES = st.sampled_from([None, *Policy]), st.sampled_from([None, 1, 64])
+SIDES = st.builds(ResidualSideConfig, policy=POLICIES, size=SIZES)
+CONFIGS = st.builds(ResidualConfig, policy=POLICIES, size=SIZES, key=SIDES, value=SIDES)
 
 
-def test_schema_refuses_a_model_context_without_a_window():
-    with pytest.raises(ConfigError, match=r"model.context=1"):
-        ModelConfig(name="x", path="y", context=1)
+@given(CONFIGS)
+def test_the_nearest_setting_wins(override):
+    residual = effective_residual(DEFAULT, override)
+    for side in ("key", "value"):
+        own, effective = getattr(override, side), getattr(residual, side)
+        assert effective.policy == (own.policy or override.policy or DEFAULT.policy)
+        assert effective.size == (own.size or override.size or DEFAULT.size)
+        assert effective.prefill_block == PrefillBlock.whole
+
+
+def test_a_side_of_the_default_wins_over_its_common_setting_but_not_over_an_override():
+    default = ResidualConfig(policy=Policy.block, size=128, value=ResidualSideConfig(size=32))
+    assert effective_residual(default, ResidualConfig()).value.size == 32
+    assert effective_residual(default, ResidualConfig()).key.size == 128
+    assert effective_residual(default, ResidualConfig(size=64)).value.size == 64
+
+
+@pytest.mark.parametrize(
+    ("default", "override", "setting"),
+    [
+        (ResidualConfig(size=4), ResidualConfig(), "residual.policy"),
+        (ResidualConfig(policy=Policy.none), ResidualConfig(), "residual.size=null"),
+        (DEFAULT, ResidualConfig(policy=Policy.none, size=0), "residual.size=0"),
+        (DEFAULT, ResidualConfig(size=-1), "residual.size=-1"),
+        (DEFAULT, ResidualConfig(value=ResidualSideConfig(size=-3)), r"residual.size=-3 \(values\)"),
+    ],
+)
+def test_what_is_missing_or_out_of_range(default, override, setting):
+    with pytest.raises(ConfigError, match=setting):
+        effective_residual(default, override)
+
+
+def test_nothing_is_kept_under_sliding_of_size_0() -> None:
+    residual = effective_residual(DEFAULT, ResidualConfig(policy=Policy.sliding, size=0))
+    assert residual.key.keeps_nothing
+    assert residual.for_parallel_scoring() == residual
+    assert not effective_residual(DEFAULT, ResidualConfig(size=0)).key.keeps_nothing
+
+
+def test_at_once_keeps_the_blocks() -> None:
+    residual = effective_residual(DEFAULT, ResidualConfig(value=ResidualSideConfig(size=32))).for_parallel_scoring()
+    assert {residual.key.policy, residual.value.policy} == {Policy.none}
+    assert (residual.key.size, residual.value.size) == (128, 32)
+    assert residual.key.prefill_block is PrefillBlock.whole

@@ -15,12 +15,8 @@ from kvq.config.explain import COMPOSE_ERRORS, choices, composed, main
 from kvq.config.explain import explain as reworded
 from kvq.errors import ConfigError
 from kvq.methods.build import build_method
-from kvq.report.tables.build import build_tables
-from kvq.report.tables.formats import csv, markdown
-from kvq.results import Store, is_stale
 from kvq.results.versions import declared_versions
 from kvq.tasks.measurement import task_of
-from tests.results import made
 
 TASK = '''"""Counts."""
 
@@ -229,16 +225,3 @@ def test_a_stage_that_is_not_found_says_where_it_was_looked_for(tmp_path: Path) 
     assert line.startswith("method.key.stages.turn._target_=kvq_missing_stage.Turn: cannot be imported (No module")
     assert f"looked in {Path(sys.path[0] or '.').resolve()}" in line
     assert ". Put kvq_missing_stage.py in the folder of --config-dir=..., or set PYTHONPATH" in line
-
-
-def test_records_of_a_task_that_is_not_here_are_shown(tmp_path: Path) -> None:
-    store = Store(tmp_path)
-    versions: dict[str, int | str] = {"counting": 3, "counting.CountConfig": "0" * 64}
-    record = made.record("kivi", "2", task="counting", versions=versions, metrics={"count": 7.0}, units={"count": "s"})
-    store.put(record)
-    (table,) = build_tables(store).tables
-    assert "| count (s) |" in markdown(table)
-    assert "| 7.0000 |" in markdown(table)
-    assert "count" in csv(table).splitlines()[0].split(",")
-    assert is_stale(record)
-    assert "the version of a part that made this number has been raised since, or the part is gone" in markdown(table)

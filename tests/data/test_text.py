@@ -3,23 +3,31 @@ from __future__ import annotations
 import gzip
 import hashlib
 import json
+import socket
+import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import datasets
 import pandas
 import pytest
 import torch
+from huggingface_hub import constants
 from hypothesis import given
 from hypothesis import strategies as st
 
 import kvq.data.rows
-from kvq.config import DatasetConfig, Loader
+from kvq.cli import main
+from kvq.config import DatasetConfig, Loader, ModelConfig
+from kvq.data import rows
 from kvq.data.embedded import load_corpus
 from kvq.data.rows import read_joined_text
 from kvq.data.text import load_tokens
 from kvq.errors import ConfigError, DataError
+from kvq.models.load import load_tokenizer
 from tests.data.byte_tokenizer import byte_tokenizer
 
+WHOLE = gzip.compress(json.dumps([{"text": "some words " * 100}]).encode())
 ROWS = ["", " = Title = \n", "Naïve text of the first row.", "The second row, a little longer than that."]
 
 
@@ -76,23 +84,6 @@ def test_a_folder_that_holds_more_than_a_text_is_refused(tmp_path):
     with pytest.raises(DataError, match=r"the folder holds files of several kinds \(\.jsonl, \.md\); give one file"):
         kvq.data.rows.read_rows(config(tmp_path))
     assert kvq.data.rows.describe_source(config(tmp_path)) is None
-
-
-@pytest.mark.parametrize(
-    ("name", "source"),
-    [("a.json.gz", ".json file"), ("a.parquet", ".parquet file"), ("saved", "saved dataset"), ("", "1 .jsonl files")],
-)
-def test_what_was_read_is_named(tmp_path, name, source):
-    path = write(tmp_path / (name or "a.jsonl"), ROWS)
-    assert kvq.data.rows.describe_source(config(path if name else tmp_path)) == source
-    assert kvq.data.rows.describe_source(config()) is None
-
-
-def test_special_tokens_are_added_once_to_a_stream(tmp_path):
-    path = write(tmp_path / "a.jsonl", ROWS)
-    plain, marked = (load_tokens(config(path), byte_tokenizer(bos), 10) for bos in (False, True))
-    assert marked.streams[0].tolist() == [0, *plain.streams[0].tolist()]
-    assert marked.text_bytes == plain.text_bytes
 
 
 def test_max_tokens_cuts_the_stream_and_the_bytes_but_not_the_fingerprint(tmp_path):
@@ -177,6 +168,9 @@ def test_unusable_text_is_one_line(tmp_path, rows, settings, message):
         ("a.md", "text".encode("utf-16-be"), "no UTF-8 text, but UTF-16 or binary; save it as UTF-8"),
         ("a.jsonl", '{"text": "a"}'.encode("utf-16"), "no UTF-8 text, but UTF-16 or binary; save it as UTF-8"),
         ("a.parquet", "not parquet", "cannot be read"),
+        ("cut.json.gz", WHOLE[:-20], "cut.json.gz: cannot be read: .*end-of-stream"),
+        ("garbled.json.gz", WHOLE[:12] + b"\xff" * 80, "garbled.json.gz: cannot be read"),
+        ("deep.jsonl", '{"text":' * 100_000, "deep.jsonl: cannot be read: .*recursion"),
         ("folder/a.bin", "?", "the folder holds no"),
         ("saved/dataset_info.json", "{}", "not a whole saved dataset"),
     ],
@@ -214,19 +208,6 @@ def test_unreachable_hub_points_to_a_local_copy(monkeypatch):
         load_tokens(config(), byte_tokenizer(), 8)
 
 
-def test_hub_rows_are_asked_for_by_all_settings(monkeypatch):
-    asked = []
-
-    def answer(*args: object, **settings: object) -> datasets.Dataset:
-        asked.append((args, settings))
-        return datasets.Dataset.from_dict({"text": ROWS})
-
-    monkeypatch.setattr(datasets, "load_dataset", answer)
-    rows = kvq.data.rows.read_rows(config(hub_id="a/b", hub_config="c", data_files="d.json.gz", split="train"))
-    assert rows == tuple(ROWS)
-    assert asked == [(("a/b", "c"), {"data_files": "d.json.gz", "split": "train"})]
-
-
 def test_first_rows_of_the_hub_are_streamed_and_no_others_read(monkeypatch):
     asked, read = [], []
 
@@ -247,16 +228,6 @@ def test_first_rows_of_the_hub_are_streamed_and_no_others_read(monkeypatch):
         kvq.data.rows.read_rows(config(hub_id="a/b", text_field="words", rows=2))
 
 
-def test_a_stream_that_breaks_off_points_to_a_local_copy(monkeypatch):
-    def rows():
-        yield {"text": "the first"}
-        raise ConnectionError("reset by peer")
-
-    monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: datasets.IterableDataset.from_generator(rows))
-    with pytest.raises(DataError, match=r"cannot load a/b from the hub .*dataset\.path="):
-        kvq.data.rows.read_rows(config(hub_id="a/b", rows=2))
-
-
 def test_streamed_rows_are_those_of_a_local_copy(tmp_path):
     """By the library's own reader of files, which needs no network."""
     path = write(tmp_path / "a.jsonl", ROWS)
@@ -272,3 +243,55 @@ def test_wikitext2_test_split(shared_data):
     data = load_tokens(config(shared_data / "wikitext-2-raw" / "test.jsonl"), byte_tokenizer(), 2048)
     assert len(kvq.data.rows.read_rows(config(shared_data / "wikitext-2-raw" / "test.jsonl"))) == 4358
     assert bytes_of(data.streams[0][:40]).startswith("\n\n = Robert Boulter = \n\n\n\n\n")
+
+
+@pytest.fixture
+def nobody(monkeypatch: pytest.MonkeyPatch, tmp_path: object) -> Iterator[socket.socket]:
+    """An address where connections are taken and never answered, as behind a firewall."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{server.getsockname()[1]}")
+        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+        monkeypatch.setenv("HF_HUB_OFFLINE", "0")
+        rows.go_offline_if_silent.cache_clear()
+        server.settimeout(0.2)
+        yield server
+    rows.go_offline_if_silent.cache_clear()
+
+
+def asked(server: socket.socket) -> int:
+    """Connections that were made."""
+    count = 0
+    while True:
+        try:
+            server.accept()[0].close()
+        except TimeoutError:
+            return count
+        count += 1
+
+
+def test_a_plan_of_hub_models_is_one_question_and_clear_lines(
+    nobody: socket.socket, tmp_path: object, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["-m", "model=llama_2_7b,mistral_7b_v0_3,tiny", "dataset=wikitext2,c4", "method=kivi", "bits=2,3"]
+    begin = time.monotonic()
+    main([*words, "plan=true", f"results_dir={tmp_path}"])
+    assert time.monotonic() - begin < 30  # composing, on a busy machine; the hub's libraries would take ten minutes
+    said = capsys.readouterr().out.splitlines()
+    lines = [line for line in said if line.startswith("unknown")]
+    assert len(lines) == len(set(lines)) == 18
+    assert (
+        sum("model.path=meta-llama/Llama-2-7b-hf: cannot be loaded: We couldn't connect" in line for line in lines) == 6
+    )
+    assert sum("dataset=wikitext2: cannot load Salesforce/wikitext" in line for line in lines) == 3
+    assert "plan: 18 unknown" in said
+    assert asked(nobody) == 1
+
+
+def test_what_is_not_there_is_one_line(nobody: socket.socket) -> None:
+    assert load_tokenizer(ModelConfig(name="tiny", path="embedded:tiny")) is not None
+    assert asked(nobody) == 0
+    with pytest.raises(DataError, match=r"path=a/b: cannot be loaded: .*connect"):
+        load_tokenizer(ModelConfig(name="m", path="a/b"))
+    with pytest.raises(DataError, match=r"dataset=d: cannot load a/b from the hub \(.*\); dataset.path= takes"):
+        rows.read_rows(DatasetConfig(name="d", hub_id="a/b"))

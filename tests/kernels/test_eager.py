@@ -33,22 +33,18 @@ REFUSED = {
     "kvquant_plus_plus/huffman": "HuffmanCodec stores lists",
     "kvtc/all_layers_deflate": "DeflateCodec stores lists",
     "kvtc/deflate": "DeflateCodec stores lists",
-    "kvquant_plus_plus/low_rank": "codes of LowRankCorrection",
-    "kvquant_plus_plus/low_rank_8": "codes of LowRankCorrection",
-    "kvquant_plus_plus/low_rank_exact": "codes of LowRankCorrection",
     "kvquant_plus_plus/outliers": "codes of CalibratedChannelSplit",
-    "kvquant_plus_plus/outliers_low_rank": "codes of LowRankCorrection",
     "kvquant_plus_plus/delta_outliers": "codes of CalibratedChannelSplit",
     "kvquant_plus_plus/outliers_prod": "codes of CalibratedChannelSplit",
-    "kvquant_plus_plus/pipeline_delta_low_rank": "codes of LowRankCorrection",
-    "kvquant_plus_plus/pipeline_low_rank": "codes of LowRankCorrection",
     "kvquant_plus_plus/pipeline_low_rank_huffman": "HuffmanCodec stores lists",
     "kvquant_plus_plus/product": "PrefillCodec stores lists",
     "turboquant/outliers": "codes of ChannelSplit",
-    "turboquant/prod": "codes of InnerProductQuantizer",
-    "turboquant/prod_keys": "codes of InnerProductQuantizer",
-    "turboquant/prod_orthogonal": "codes of InnerProductQuantizer",
 }
+REFUSED |= {f"turboquant/{name}": "codes of InnerProductQuantizer" for name in ("prod", "prod_keys", "prod_orthogonal")}
+for name in ("", "_8", "_exact"):
+    REFUSED[f"kvquant_plus_plus/low_rank{name}"] = "codes of LowRankCorrection"
+for name in ("outliers", "pipeline_delta", "pipeline"):
+    REFUSED[f"kvquant_plus_plus/{name}_low_rank"] = "codes of LowRankCorrection"
 # With their presets.
 FAMILIES = {
     "block_gtq": "codes of",
@@ -304,12 +300,6 @@ def test_any_uniform_chain(data):
             )
         )
     check(*sides, group=data.draw(st.sampled_from([1, 2, 3, 8])), first=data.draw(st.integers(0, total - 1)))
-
-
-def test_softcap_and_window():
-    method = kvq.build_method("oscar", bits=2, head_dim=64)
-    keys, values = (oracle.states(codec, 96, 7, block=32) for codec in (method.key, method.value))
-    check(keys, values, softcap=3.0, first=40)
 
 
 @pytest.mark.parametrize("interleaved", [False, True])

@@ -1,7 +1,5 @@
 """`method.bits_by_layer`: layers with bits of their own are the layers of methods at those bits."""
 
-import json
-
 import numpy as np
 import pytest
 import torch
@@ -9,7 +7,6 @@ import torch
 from kvq.cache import KVCache
 from kvq.calibration.files import bind
 from kvq.calibration.fit import calibrate, weights_name
-from kvq.cli import main
 from kvq.codecs import HeadsCodec
 from kvq.config import compose, resolve
 from kvq.config.identity import canonical, names
@@ -21,9 +18,7 @@ from kvq.models import LoadedModel
 from kvq.models.layers import kv_layers_of
 from kvq.results import run_key
 from kvq.results.versions import versions_of_method
-from tests import sweeps
-from tests.random_models import llama, save_random_model, token_ids
-from tests.sweeps import small_run
+from tests.random_models import llama, token_ids
 
 KEYS, VALUES = [4, 2, 3], [2, 2, 4]
 BOTH = [f"bits_by_layer.key={KEYS}", f"bits_by_layer.value={VALUES}"]
@@ -85,7 +80,9 @@ def test_calibrated_layers_are_fitted_at_their_bits():
 HEADS = ["bits_by_layer.key=[[2,4],3,[16,2]]", "bits_by_layer.value=[2,[4,3],[2,4]]"]
 
 
-@pytest.mark.parametrize("name", ["kivi", "nsn", "oscar", "turboquant", "rtn", "tcq"])
+@pytest.mark.parametrize(
+    "name", ["kivi", "nsn", "oscar", "turboquant", "rtn", pytest.param("tcq", marks=pytest.mark.long)]
+)
 def test_each_head_is_that_of_the_method_at_its_bits(name):
     """Bytes and decoded states of a head are those of a cache of that head alone at its bits; 16 bits: as it is."""
     widths = {"key": [[2, 4], [3, 3], [16, 2]], "value": [[2, 2], [4, 3], [2, 4]]}
@@ -221,19 +218,6 @@ def test_the_number_of_layers_is_checked():
         KVCache(llama(layers=3), method)
 
 
-def test_a_run_on_the_command_line(tmp_path, capsys):
-    """Two layers at 2 and 4 bits: the record has the bits, and a wrong number of layers stops the run at once."""
-    given = [*small_run(tmp_path, save_random_model(tmp_path / "model")), f"results_dir={tmp_path / 'results'}"]
-    given += ["method=kivi/block", "bits=2"]
-    assert main([*given, "method.bits_by_layer.key=[2,4,2]"]) != 0
-    assert "3 numbers for a model with 2 layers" in capsys.readouterr().err
-    assert main([*given, "method.bits_by_layer.key=[2,4]"]) == 0
-    run = sweeps.records(tmp_path / "results")["kivi/block k3v2"]
-    assert run.config["method"]["bits_by_layer"] == {"key": [2, 4]}
-    assert run.metrics["bits_per_element"] == (3 + 5 + 3 + 3) / 4
-    assert json.dumps(run.config)
-
-
 def kvtuner(group, bits):
     """Reconstruction of KVTuner's quantizer, number by number: whole zero point, halves to even; scale kept in fp16."""
     low, high = min(group), max(group)
@@ -243,8 +227,7 @@ def kvtuner(group, bits):
 
 
 @pytest.mark.parametrize(
-    ("released", "preset", "mean"),
-    [("llama_3_1_8b", "kivi/kvtuner", 3.25), ("qwen2_5_7b", "rtn/kvtuner", 4.0)],
+    ("released", "preset", "mean"), [("llama_3_1_8b", "kivi/kvtuner", 3.25), ("qwen2_5_7b", "rtn/kvtuner", 4.0)]
 )
 def test_the_released_lists_of_kvtuner(released, preset, mean):
     """Means over layers are those that KVTuner states (abstract), and a side's groups decode to its formula."""

@@ -1,13 +1,28 @@
 """`build_method`: overrides, and one clear line for what cannot be built."""
 
+from __future__ import annotations
+
+import enum
+import functools
+import inspect
+import pkgutil
+import types
+import typing
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
 import pytest
 import torch
 
 import kvq
 from kvq.config import compose, resolve
 from kvq.config.bits import Bits
+from kvq.config.choices import find
+from kvq.config.identity import canonical
+from kvq.config.plugins import all_choices, conf_dirs
 from kvq.errors import ConfigError, KvqError, Unsupported
-from kvq.methods.build import build_method, instantiate_method, method_of
+from kvq.methods.build import _check_arguments, build_method, instantiate_method, method_of
+from tests.presets import ABOUT, NAMES
 
 
 def test_overrides_of_the_method_the_residual_and_bits():
@@ -74,11 +89,7 @@ def test_a_fixed_rate_ignores_bits():
         (("nsn", 3, 128, ["key._target_=kvq.codecs.Zero"]), ConfigError, "stages: not an argument of kvq.codecs.Zero"),
         (("oscar", 3, 128, ["key.order=[norm]"]), ConfigError, "leaves out stage 'hadamard'"),
         (("oscar", 3, 128, ["key.order=[norm,hadamrd]"]), ConfigError, "unknown stage 'hadamrd'. Did you mean"),
-        (
-            ("nsn", 3, 128, ["residual=nune"]),
-            ConfigError,
-            "residual=nune: unknown residual; one of block, ",
-        ),
+        (("nsn", 3, 128, ["residual=nune"]), ConfigError, "residual=nune: unknown residual; one of block, "),
         (("nsn", 3, 128, ["residual.policy=blok"]), ConfigError, "Did you mean 'block'"),
         (("nsn", 3, 128, ["residual.size=-1"]), ConfigError, r"residual.size=-1 \(keys\)"),
         (("nsn", 3, 128, ["key=3"]), ConfigError, "method.key=3: a codec"),
@@ -137,3 +148,146 @@ def test_a_resolved_run_builds_the_same_method():
     assert method.residual.key.size == 64
     assert method.residual.value.size == 128
     assert method.bits == instantiate_method(config.method, config.residual, "2", 128).bits == config.parsed_bits
+
+
+@functools.cache
+def config(name, *overrides):
+    return resolve(compose([f"method={name}", *overrides]))
+
+
+def key(name, *overrides):
+    return canonical(config(name, *overrides), "model", "data")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_it_is_named_by_its_path_and_described(name):
+    found = find("method", name, *conf_dirs())
+    first, given = f"# {ABOUT[name]}", found.read()
+    assert given["name"] == name
+    assert given["label"]
+    assert given["note"]
+    assert first.startswith("# ")
+    assert len(first) <= 140
+
+
+@pytest.mark.parametrize(
+    ("alias", "name"),
+    [
+        ("nsn/arm_a", "nsn/nonorm_per_token_sym"),
+        ("nsn/arm_b", "nsn/nonorm_per_channel_asym"),
+        ("nsn/arm_c", "nsn/norm_per_channel_sym"),
+        ("nsn/arm_d", "nsn"),
+        ("nsn/norm_per_channel_asym", "nsn"),
+    ],
+)
+def test_an_alias_is_the_same_run(alias, name):
+    assert key(alias) == key(name)
+
+
+@pytest.mark.parametrize(
+    ("name", "overrides"),
+    [
+        ("oscar/token_scope", ["method.key.stages.norm.scope=token"]),
+        ("oscar/cr_only", ["method.key.stages.norm=null"]),
+        ("oscar/ots_only", ["method.key.stages.hadamard=null", "method.value.stages.hadamard=null"]),
+        ("oscar/swapped_order", ["method.key.order=[norm,hadamard]"]),
+        ("oscar/values_without_hadamard", ["method.value.stages.hadamard=null"]),
+    ],
+)
+def test_an_ablation_can_be_given_on_the_command_line(name, overrides):
+    assert key("oscar", *overrides) == key(name)
+    assert key("oscar") != key(name)
+
+
+WRONG: dict[type, list[Any]] = {
+    bool: [[False], {"a": True}, 1, "no", None, [], {}],
+    int: [[3], {"a": 3}, True, 2.5, "3", [], {}],
+    float: [[0.5], {"a": 0.5}, True, "0.5", [], {}],
+    str: [["a"], {"a": "b"}, 3, True, [], {}],
+    type(None): [],
+    list: [3, True, "abc", {"a": 1}, [[1]], [None], [{"a": 1}]],
+    dict: [3, True, "abc", [1], ["a"]],
+    object: [3, True, "abc", [1], {"a": 1}, [], {}],
+}
+"""What is not of a kind: a scalar, a list, a mapping of names to parts (dict), a part (object)."""
+TIERS, TURN = ({"_target_": f"kvq.{name}"} for name in ("methods.tiers.AdaptiveTiers", "codecs.Hadamard"))
+PARTS: list[Any] = [TIERS, [TURN], {"a": TIERS}]
+"""Of another kind than any parameter."""
+
+
+def parts() -> Iterator[str]:
+    """The `_target_` of every part of every method."""
+
+    def inside(value: Any) -> Iterator[str]:
+        if isinstance(value, dict) and "_target_" in value:
+            yield value["_target_"]
+        for one in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
+            yield from inside(one)
+
+    methods = (choice for choice in all_choices() if choice.group == "method")
+    found = {name for choice in methods for name in inside(choice.read())}
+    yield from sorted(found)
+
+
+def kinds(hint: Any) -> set[type]:
+    """The kinds of `WRONG` that an annotation takes."""
+    origin = typing.get_origin(hint)
+    if origin in (typing.Union, types.UnionType):
+        return {kind for one in typing.get_args(hint) for kind in kinds(one)}
+    if origin is typing.Literal or (inspect.isclass(hint) and issubclass(hint, enum.Enum)):
+        return {str}
+    if origin is not None and issubclass(origin, Mapping):
+        return {dict}
+    if origin is not None and issubclass(origin, Sequence):
+        return {list}
+    return {hint if hint in (bool, int, float, str, type(None)) else object}
+
+
+def accepts(kind: type, value: Any) -> bool:
+    if kind is float:
+        return type(value) in (int, float)
+    if kind is list:
+        return value == []
+    return type(value) is kind if kind not in (dict, object) else kind is dict and value == {}
+
+
+PARAMETERS = [
+    (target, name) for target in parts() for name in inspect.signature(pkgutil.resolve_name(target)).parameters
+]
+
+
+def test_there_are_parts_and_each_says_what_it_takes() -> None:
+    assert len(PARAMETERS) > 100
+    for target, name in PARAMETERS:
+        hints = typing.get_type_hints(pkgutil.resolve_name(target).__init__)
+        assert hints[name] is not Any, (target, name)
+
+
+@pytest.mark.parametrize(("target", "name"), PARAMETERS, ids=lambda part: part.rpartition(".")[2])
+def test_what_a_parameter_does_not_take_is_refused(target: str, name: str) -> None:
+    taken = kinds(typing.get_type_hints(pkgutil.resolve_name(target).__init__)[name])
+    wrong = [value for kind in taken for value in WRONG[kind] if not any(accepts(other, value) for other in taken)]
+    assert wrong
+    says = rf"^method\.key\.{name}=.*: ({target} takes |a mapping whose _target_ is a )"
+    for value, built in [*((value, False) for value in wrong), *((part, True) for part in PARTS)]:
+        with pytest.raises(ConfigError, match=says) as caught:
+            _check_arguments("method.key", {"_target_": target, name: value}, built=built)
+        assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("method", "override", "says"),
+    [
+        ("nsn", "key.quantizer.symmetric=[false]", r"symmetric=\[False\]: kvq.codecs.UniformQuantizer takes bool$"),
+        ("nsn", "key.quantizer.axis=[per_token]", r"axis=.*: .* takes .*Literal\['per_channel', 'per_token'\]"),
+        ("nsn", "key.quantizer.symmetric={_target_: kvq.codecs.Zero}", "symmetric=.*: .* takes bool$"),
+        ("nsn", "+key.quantizer._args_=[3]", "_args_: not an argument of kvq.codecs.UniformQuantizer"),
+        ("nsn", "+key.quantizer._partial_=true", "_partial_: not an argument of kvq.codecs.UniformQuantizer"),
+        ("h2o", "eviction.least=[3]", r"least=\[3\]: .*HeavyHitters takes int$"),
+        ("ott", "token_policy.pool={a: 3}", r"pool=\{'a': 3\}: .*OutlierTokens takes int$"),
+    ],
+)
+def test_overrides_of_parts(method: str, override: str, says: str) -> None:
+    with pytest.raises(ConfigError, match=says) as caught:
+        build_method(method, overrides=[override])
+    assert "\n" not in str(caught.value)

@@ -84,3 +84,36 @@ def test_texts_become_tokens():
     method = build_method("kivi", overrides=["kept_keys.texts=[zebra crossing]"])
     with pytest.raises(ConfigError, match=r"'zebra crossing' is [0-9]+ tokens of this model; each one token"):
         bind_kept_keys(method, tokenizer)
+
+
+@torch.no_grad()
+def test_what_a_cache_with_sinks_holds() -> None:
+    """The sinks as they came, the rest as without them; their bytes are those in full precision."""
+    loaded, tokens = random_llama(), token_ids(44)
+    method = build_method(
+        "kivi",
+        bits=2,
+        head_dim=32,
+        overrides=["sink_tokens=4", "residual.size=32", "value.quantizer.group_size=32", "residual.value.policy=block"],
+    )
+    plain, cache = (KVCache(loaded.model, m) for m in (build_method("fp16", head_dim=32), method))
+    kept = {}
+    for each in (plain, cache):
+        loaded.model(input_ids=tokens[:, :40], past_key_values=each, use_cache=True)
+        side = each.fork().layers[1].key
+        kept[each] = side.append(torch.zeros(1, 2, 1, 32))
+    assert torch.equal(kept[cache][:, :, :4], kept[plain][:, :, :4])
+    assert not torch.equal(kept[cache][:, :, 4:36], kept[plain][:, :, 4:36])
+    assert torch.equal(kept[cache][:, :, 36:40], kept[plain][:, :, 36:40])
+    side = cache.layers[0].key
+    assert (side.tokens, side.packed_tokens, side.residual_tokens) == (40, 32, 4)
+    assert side.residual_bytes == 8 * 2 * 32 * 4
+    assert side.bits_per_element == 3.0
+    fork = cache.fork()
+    loaded.model(input_ids=tokens[:, 40:], past_key_values=fork, use_cache=True)
+    assert (fork.get_seq_length(), cache.layers[0].key.tokens) == (44, 40)
+    cache.layers[0].key.select(torch.tensor([0, 0]))
+    assert cache.layers[0].key.batch_size == 2
+    cache.reset()
+    assert cache.get_seq_length() == 0
+    assert cache.nbytes == 0

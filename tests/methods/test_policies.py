@@ -65,12 +65,7 @@ def test_what_a_method_lacks(given: str) -> None:
 
 H2O = "eviction={_target_: kvq_zoo.eviction.HeavyHitters}"
 OTT = "token_policy={_target_: kvq.methods.mixed_precision.OutlierTokens}"
-CHOOSERS = {
-    "sink_tokens": "sink_tokens=3",
-    "kept_keys": "kept_keys.texts=[a]",
-    "eviction": H2O,
-    "token_policy": OTT,
-}
+CHOOSERS = {"sink_tokens": "sink_tokens=3", "kept_keys": "kept_keys.texts=[a]", "eviction": H2O, "token_policy": OTT}
 TOGETHER = [
     *(("rtn", pair) for pair in itertools.combinations(CHOOSERS.values(), 2)),
     *(("kvtc/all_layers", (one,)) for one in ("full_precision_layers.value=[0]", "bits_by_layer.key=[2,3]", H2O)),

@@ -190,6 +190,7 @@ def test_the_record_has_what_recompression_lost(model):
     assert not {"recompressed_tokens", "recompression_error"} & set(storage_metrics(plain, 1))
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize("name", ["mistral", "qwen3", "gemma3", "gpt2"])
 def test_generate_on_families(name):
     loaded = family(name)
@@ -220,11 +221,7 @@ PER_CHANNEL = Codec({}, [], UniformQuantizer(2, "per_channel"))
         ),
         (lambda m: tiers("residual.key.size=8"), ConfigError, "plans keys and values together"),
         (lambda m: KVCache(m, tiers(), quantized_prefill=True), Unsupported, "quantized_prefill"),
-        (
-            lambda m: KVCache(m, tiers(), attention="packed"),
-            Unsupported,
-            "token_policy of .* use cache.att",
-        ),
+        (lambda m: KVCache(m, tiers(), attention="packed"), Unsupported, "token_policy of .* use cache.att"),
     ],
 )
 def test_what_it_refuses(make, kind, message, model):

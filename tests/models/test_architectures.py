@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import json
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,8 @@ from kvq.config import ModelConfig
 from kvq.errors import Unsupported
 from kvq.models.shapes import cache_shape
 from kvq.tasks.memory import rows_of
+from tests.families import FAMILIES, MORE, family
+from tests.models.table import LIMIT, MEASURED, PAGE, SIDES, held, rows
 
 TOKENS, WINDOW = 40, 16
 _HEADS = dict.fromkeys(("num_attention_heads", "n_head", "n_heads", "num_heads", "decoder_attention_heads"), 4)
@@ -107,3 +110,19 @@ def test_computed_bytes_are_those_held(kind: str, tmp_path: Path) -> None:
         return  # said in one line, not counted
     computed = sum(row["fp16"] for row in rows_of(shape, kvq.build_method("fp16"), TOKENS, False))
     assert (computed == held) is (kind not in OF_ITS_OWN)
+
+
+ROWS = json.loads(MEASURED.read_text("utf-8"))["families"]
+
+
+def test_the_page_has_the_measured_families() -> None:
+    assert ROWS
+    assert ROWS.keys() <= {*FAMILIES, *MORE}
+    assert rows() in PAGE.read_text("utf-8")
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_a_row_is_exact_and_of_what_the_configuration_says(name: str) -> None:
+    row = ROWS[name]
+    assert max(row[side] for side in SIDES) < LIMIT < 0.1 < row["quantized"]
+    assert row["held"] == held(family(name).text_config)

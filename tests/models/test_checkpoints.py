@@ -159,7 +159,9 @@ def test_an_added_token_beyond_the_embedding_is_refused_where_it_is_used(model: 
         encode(tokenizer, "a <far> b")
 
 
-@pytest.mark.parametrize("content", [None, b"", b'{"version": "1.0"', b"[]", b"{" * 10**5, b"\xff" * 99, b"null"])
+@pytest.mark.parametrize(
+    "content", [None, b"", b'{"version": "1.0"', b"[]", b"{" * 10**5, b"\xff" * 99, b"null", b'{"model": 5}']
+)
 def test_a_tokenizer_that_is_missing_or_torn_is_one_line(model: ModelConfig, content: bytes | None) -> None:
     path = Path(model.path, "tokenizer.json")
     Tokenizer.from_file(str(path))

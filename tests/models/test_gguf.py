@@ -13,7 +13,7 @@ import pytest
 from kvq.config import compose, resolve
 from kvq.config.limits import cache_folder
 from kvq.config.run import ModelConfig
-from kvq.errors import DataError, KvqError
+from kvq.errors import DataError
 from kvq.models import load_model
 from kvq.models.folder import carried_gguf, folder_fingerprint
 
@@ -170,8 +170,3 @@ def test_settings_of_files_enter_no_key_but_the_type_of_weights(tmp_path: Path) 
     first, second = (canonical(config, "weights", "text") for config in configs)
     assert first == second
     assert first["model"]["weights"] == "Q4_1"
-
-
-def test_bad_settings(tmp_path: Path) -> None:
-    with pytest.raises(KvqError, match=r"model\.gguf"):
-        ModelConfig(name="x", path=str(tmp_path), gguf="")

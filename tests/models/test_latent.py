@@ -118,11 +118,7 @@ def test_the_record_says_that_latents_were_expanded() -> None:
 
 @pytest.mark.parametrize(
     ("chosen", "why"),
-    [
-        ("nsnquant", "undoes rotary embeddings"),
-        ("h2o", "evicts tokens"),
-        ("kvquant", "fits tables to states"),
-    ],
+    [("nsnquant", "undoes rotary embeddings"), ("h2o", "evicts tokens"), ("kvquant", "fits tables to states")],
 )
 def test_methods_that_go_by_what_is_not_there_are_refused(chosen: str, why: str) -> None:
     with pytest.raises(Unsupported, match=rf"^cache\.mla=expanded: .* of {chosen} {why}; .*; use cache\.mla=latent$"):

@@ -2,25 +2,29 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, LlamaConfig, Qwen3VLConfig
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 
-import kvq
 from kvq.cache import KVCache
 from kvq.config import DEVICE_MAPS, Dtype, ModelConfig, OutliersConfig, compose, resolve
 from kvq.config.identity import canonical
 from kvq.errors import ConfigError, Unsupported
+from kvq.methods.build import build_method
 from kvq.models import LoadedModel, load_model, placing
+from kvq.models.weights import round_to_nearest, rounded_weights
+from kvq.runs import Prepared, run
 from kvq.tasks.scoring import scoring_bounds
 from tests.families import family
 from tests.models.test_families import method
-from tests.random_models import llama, save_random_model, token_ids
-from tests.tasks.test_scoring import chunked, token_by_token
+from tests.properties import examples
+from tests.random_models import llama, token_ids
+from tests.tasks.test_scoring import chunked
 
 ALWAYS = {"trust_remote_code": False, "output_loading_info": True, "ignore_mismatched_sizes": True}
 
@@ -61,20 +65,6 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     monkeypatch.setattr(AutoConfig, "from_pretrained", lambda path, **settings: seen["config"])
     monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", load)
     return seen
-
-
-def test_one_device(asked: dict[str, Any]) -> None:
-    loaded = load_model(ModelConfig("a", "some/model", revision="abc", dtype=Dtype.bfloat16), "cpu")
-    assert asked["settings"] == {**ALWAYS, "revision": "abc", "dtype": torch.bfloat16}
-    assert loaded.device == torch.device("cpu")
-    assert not loaded.model.training
-    assert not any(weight.requires_grad for weight in loaded.model.parameters())
-
-
-def test_a_device_map_is_passed_on_and_nothing_is_moved(asked: dict[str, Any]) -> None:
-    loaded = load_model(ModelConfig("a", "some/model", device_map="auto"), "cpu")
-    assert asked["settings"] == {**ALWAYS, "revision": None, "dtype": torch.float32, "device_map": "auto"}
-    assert loaded.device == torch.device("cpu")
 
 
 @pytest.mark.parametrize("device_map", [None, "auto"])
@@ -129,41 +119,6 @@ def test_a_layer_that_waits_on_disk(tmp_path: Any) -> None:
         assert torch.equal(waiting.hidden_states(tokens[:, :1], cache), plain.hidden_states(tokens[:, :1], again))
 
 
-def qwen3_vl() -> Qwen3VLConfig:
-    text = {
-        "vocab_size": 61,
-        "hidden_size": 48,
-        "intermediate_size": 96,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 32,
-        "max_position_embeddings": 512,
-        "initializer_range": 0.2,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 6, 6]},
-    }
-    vision = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 48}
-    ids = {"image_token_id": 58, "video_token_id": 59, "vision_start_token_id": 57, "vision_end_token_id": 56}
-    return Qwen3VLConfig(text_config=text, vision_config={**vision, "deepstack_visual_indexes": [0]}, **ids)
-
-
-def test_a_model_of_text_and_images_reads_text(tmp_path: Any) -> None:
-    torch.manual_seed(0)
-    AutoModelForImageTextToText.from_config(qwen3_vl()).save_pretrained(tmp_path)
-    loaded = load_model(ModelConfig("vl", str(tmp_path)), "cpu")
-    tokens = token_ids(45) % 50
-    plain = torch.log_softmax(loaded.model(input_ids=tokens, use_cache=False).logits, -1)[:, :-1]
-    for name in ("identity", "fp16"):
-        one = method(name)
-        torch.testing.assert_close(chunked(loaded, one, tokens, scoring_bounds(one, 44)), plain, atol=1e-4, rtol=0)
-    for name in ("kivi", "nsnquant"):
-        one = method(name)
-        got = chunked(loaded, one, tokens, scoring_bounds(one, 44))
-        close = (got - token_by_token(loaded, one, tokens)).abs()
-        assert float(close.mean()) < 1e-2
-        assert float((got - plain).abs().max()) > 0.1
-
-
 def test_capped_logits_are_followed() -> None:
     loaded = family("gemma2")
     tokens = token_ids(20)
@@ -202,19 +157,6 @@ def test_forms_that_a_checkpoint_has_not(asked: dict[str, Any], load_in: str, st
         load_model(ModelConfig("a", "m", load_in=load_in), "cpu")
 
 
-@pytest.mark.parametrize(
-    ("override", "reason"),
-    [
-        ("model.load_in=3bit", "model.load_in=3bit: one of 4bit, 8bit, gptq, awq"),
-        ("model.max_memory={0: 20GiB}", "model.max_memory={0: '20GiB'}: sizes by device for model.device_map=auto"),
-        ("model.attn_implementation=''", "model.attn_implementation="),
-    ],
-)
-def test_settings_of_loading_are_checked(override: str, reason: str) -> None:
-    with pytest.raises(ConfigError, match=re.escape(reason)):
-        resolve(compose([override]))
-
-
 def test_what_decides_numbers_is_in_the_key() -> None:
     """And by default nothing is, so that older keys stay valid."""
 
@@ -238,19 +180,56 @@ def test_window_layers_are_in_the_key_where_they_are_kept() -> None:
     assert "window_layers" not in whole
 
 
-def test_a_model_that_waits_on_disk_decodes_as_one_in_memory(tmp_path: Path) -> None:
-    """accelerate brings each layer's weights where it computes; the cache's tensors lie there."""
-    pytest.importorskip("accelerate")
-    folder = save_random_model(tmp_path / "model")
-    near = load_model(ModelConfig("a", str(folder)), "cpu")
-    far = load_model(ModelConfig("a", str(folder), device_map="auto", max_memory={"cpu": "200KB"}), "cpu")
-    assert any(weight.device.type == "meta" for weight in far.model.parameters())
-    assert far.device == torch.device("cpu")
-    one = kvq.build_method("kivi", bits=2, head_dim=128, overrides=["residual.size=8"])
-    out = []
-    for loaded in (near, far):
-        cache = KVCache(loaded.model, one)
-        tokens = torch.arange(40)[None] % 256
-        out.append(loaded.model.generate(tokens, past_key_values=cache, max_new_tokens=5, do_sample=False))
-        assert cache.kv_layers[0].device.type == "cpu"
-    assert torch.equal(*out)
+TEXT = "task=ppl task.context=256 task.max_windows=1 task.scoring=parallel task.windows=disjoint".split()
+
+
+@settings(max_examples=examples(8))
+@given(rows=st.integers(1, 5), columns=st.integers(1, 300), bits=st.integers(2, 8), seed=st.integers(0, 99))
+def test_a_weight_is_rounded_to_even_steps_of_its_group(rows: int, columns: int, bits: int, seed: int) -> None:
+    weight = torch.randn(rows, columns, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).float()
+    found = round_to_nearest(weight, bits)
+    for row in range(rows):
+        for start in range(0, columns, 128):
+            own = weight[row, start : start + 128].double()
+            step = (own.max() - own.min()) / (2**bits - 1)
+            left = (found[row, start : start + 128] - own).abs().max()
+            assert left <= step * 0.5001 + 1e-6
+            assert len(found[row, start : start + 128].unique()) <= 2**bits
+
+
+def test_the_weights_come_back_and_the_output_embedding_stays() -> None:
+    model = llama(head_dim=32)
+    before = {name: weight.clone() for name, weight in model.named_parameters()}
+    with rounded_weights(model, 3):
+        changed = {name for name, weight in model.named_parameters() if not torch.equal(weight, before[name])}
+    assert changed == {name for name in before if ".layers." in name and before[name].ndim == 2}
+    assert all(torch.equal(weight, before[name]) for name, weight in model.named_parameters())
+
+
+def test_a_rotation_is_merged_before_the_weights_are_rounded() -> None:
+    model = llama(head_dim=32)
+    merged = build_method("oscar", 2, head_dim=32, overrides=["merge_rotation=true"]).merged
+    assert merged is not None
+    matrix = model.model.layers[0].self_attn.v_proj.weight
+    with merged.in_weights(model):
+        turned = matrix.detach().clone()
+        with rounded_weights(model, 4):
+            assert torch.equal(matrix, round_to_nearest(turned, 4))
+        assert torch.equal(matrix, turned)
+
+
+@pytest.mark.long
+def test_a_run_names_its_rounded_weights_and_has_a_baseline_under_them(tmp_path: Path) -> None:
+    given = ["model=tiny", "method=kivi", "bits=2", f"results_dir={tmp_path}", *TEXT]
+    plain, fewer = (run(resolve(compose([*given, *more]))) for more in ([], ["model.round_weights=3"]))
+    assert fewer.config["model"].pop("round_weights") == 3
+    assert fewer.config == plain.config
+    assert fewer.baseline_key != plain.baseline_key
+    assert fewer.metrics["perplexity"] > plain.metrics["perplexity"]
+
+
+@pytest.mark.parametrize("more", [["method=cq"], ["task=latency"]])
+def test_tables_fitted_to_other_weights_and_times_are_refused(more: list[str]) -> None:
+    prepared = Prepared(resolve(compose(["model=tiny", "model.round_weights=4", *more])))
+    with pytest.raises(Unsupported, match=r"^model\.round_weights=4: not with "):
+        _ = prepared.method

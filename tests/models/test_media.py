@@ -86,16 +86,6 @@ def test_a_known_answer_is_scored_through_the_cache(name):
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_every_method_generates(name):
-    loaded, tokens = media_model(name)
-    for other in METHODS:
-        cache = KVCache(loaded.model, method(other))
-        assert generate(loaded, tokens, cache).shape == (1, tokens.shape[1] + 8)
-        assert cache.get_seq_length() == tokens.shape[1] + 7
-        assert cache.side_bits("key") < 16
-
-
-@pytest.mark.parametrize("name", FAMILIES)
 def test_rope_on_several_axes_is_undone_exactly(name):
     """Keys of image tokens, turned back by the angles they were turned by, are the attention's own before RoPE."""
     loaded, tokens = media_model(name)

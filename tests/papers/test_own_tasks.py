@@ -10,7 +10,6 @@ import json
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +29,7 @@ from kvq.results import Record
 from kvq.runs import run
 from kvq.tasks import speed
 from tests.papers.suite_items import without_extras, write_suites
+from tests.tasks.diagnosed import InThisProcess
 from tests.tasks.test_longbench import ANSWERS, item
 
 pytestmark = [pytest.mark.long, pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::ResourceWarning")]
@@ -112,24 +112,6 @@ def smaller(word: str) -> str:
     for large, small in SMALLER.items():
         word = word.replace(large, small)
     return word
-
-
-class Here:
-    """An executor whose work is done in this process."""
-
-    def __init__(self, *_: Any, **__: Any) -> None:
-        pass
-
-    def __enter__(self) -> Here:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        pass
-
-    def submit(self, call: Callable[..., Any], *given: Any) -> Future[Any]:
-        done: Future[Any] = Future()
-        done.set_result(call(*given))
-        return done
 
 
 class Records:
@@ -281,7 +263,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Records]:
 
     with pytest.MonkeyPatch.context() as patch:
         without_extras(patch)
-        patch.setattr(speed, "ProcessPoolExecutor", Here)
+        patch.setattr(speed, "ProcessPoolExecutor", InThisProcess)
         patch.setattr(speed, "timed", short)
         patch.setattr(torch, "compile", lambda call, **_: call)
         yield Records(tmp_path_factory.mktemp("own"))

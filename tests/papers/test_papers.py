@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from experiments.docs.documents import PAGE, ROOT, Rows
+from experiments.docs.places import PLACE, filled
 from kvq.cli import main
 from kvq.config import compose, resolve
 from kvq.config.explain import choices
@@ -24,19 +26,6 @@ from kvq.results import Store
 from tests.results import made
 
 REFERENCE = read_reference()
-REVIEW = {
-    "ablation",
-    "eviction",
-    "group_size",
-    "larger",
-    "latent",
-    "niah_depth",
-    "prefill_latency",
-    "residual",
-    "rope",
-    "scale_vector",
-    "weight_quantized",
-}
 WITHOUT_NUMBERS = {"nsn/mmlu", "nsnquant/figure11", "nsnquant/figure12", "nsnquant/figure7", "nsnquant/figure8"}
 WITHOUT_NUMBERS |= {f"oscar/{name}" for name in ("modality_norms", "token_norms", "tni_error")}
 """What a paper tells or draws without a number that could stand in the published figures."""
@@ -63,43 +52,6 @@ def test_every_published_table_has_an_experiment_and_every_number_one_cell() -> 
             found.update(REFERENCE.find(layout.paper or "", layout.table, cell.labels) for cell in cells_of(layout))
     for table, rows in REFERENCE.tables.items():
         assert {row: found[row] for row in rows} == dict.fromkeys(rows, 1), table
-
-
-def test_the_page_of_disagreements_quotes_what_is_published() -> None:
-    page = (Path(__file__).parents[2] / "docs" / "disagreements.md").read_text(encoding="utf-8")
-    quoted: tuple[tuple[str, str, dict[str, str]], ...] = (
-        ("nsn", "main table", {"model": "Llama-3.1-8B", "method": "FP16", "metric": "perplexity"}),
-        ("nsn", "main table", {"model": "Qwen2.5-14B", "method": "FP16", "metric": "perplexity"}),
-        ("nsnquant", "Table 2", {"model": "LLaMA3.1-8B", "method": "FP16", "dataset": "WikiText-2"}),
-        ("nsnquant", "Table 15", {"model": "LLaMA2-7B", "method": "FP16", "dataset": "C4"}),
-        ("nsn", "memory", {}),
-        ("oscar", "LongBench-E", {"model": "Qwen3-8B", "method": "KIVI INT2"}),
-        ("oscar", "LongBench-E", {"model": "Qwen3-8B", "method": "OScaR INT2"}),
-        ("oscar-review", "text", {"metric": "GB of keys and values at 16 bits"}),
-        ("nsnquant", "text", {"metric": "norm of the first token behind scales per channel"}),
-    )
-    for paper, table, labels in quoted:
-        found = REFERENCE.find(paper, table, labels)
-        assert found is not None, (paper, table, labels)
-        assert re.search(rf"(?<![\d.]){re.escape(f'{found.value:g}')}(?![\d])", page), found
-    layers, heads, channels, tokens = 32, 8, 128, 128_000
-    assert 2 * layers * heads * channels * tokens * 2 / 1e9 == pytest.approx(16.8, rel=0.01)
-    import scipy.stats
-
-    assert scipy.stats.fisher_exact([[23, 7], [30, 0]]).pvalue == pytest.approx(0.0105, abs=5e-5)
-    assert scipy.stats.fisher_exact([[25, 5], [29, 1]]).pvalue == pytest.approx(0.1945, abs=5e-5)
-
-
-@pytest.mark.every_plugin
-def test_what_the_review_asks_for_is_there() -> None:
-    ours = {f"embedded/{name}" for name in ("decoding", "engines", "extensions", "methods", "nsnquant_steps")}
-    ours |= {f"embedded/{name}" for name in ("agreement", "agreement_mlx", "reuse", "round_weights", "trajectory")}
-    ours |= {f"embedded/{name}" for name in ("conversation", "drift", "pipeline", "rivals", "speculate", "tools")}
-    ours |= {f"kvquant_plus_plus/{name}" for name in ("3_1_drawn", "3_3_drawn", "3_5", "3_5_text", "9_5")}
-    ours |= {"speed/peers", "suite/long", "suite/reasoning"}
-    ours |= {name for name in layouts() if name.startswith(("real/", "waterfill/"))}
-    asked = {f"oscar/{name}" for name in REVIEW}
-    assert asked | ours | WITHOUT_NUMBERS == {name for name, layout in layouts().items() if layout.table is None}
 
 
 def test_runs_choose_what_exists_or_is_said_to_be_missing(experiments: list[Experiment]) -> None:
@@ -183,31 +135,6 @@ def test_the_real_model_has_what_embedded_ones_have_and_its_own() -> None:
 def _words_on_the_real_model(name: str) -> set[str]:
     layout, given = layouts()[name], ["model=smollm2_135m"]
     return {word for job in jobs_of(cells_of(layout), given, stand_in_of(layout, given[0][6:]) or {}) for word in job}
-
-
-@pytest.mark.every_plugin
-def test_experiments_of_embedded_models_need_no_stand_ins(experiments: list[Experiment]) -> None:
-    own = {each.name: each for each in experiments if each.paper == "embedded"}
-    assert {name.partition("/")[0] for name in own} == {"embedded"}
-    assert all(not each.stand_ins and each.table is None for each in own.values())
-    assert {name: each.runs for name, each in own.items()} == {
-        "embedded/agreement": 28,
-        "embedded/agreement_mlx": 32,
-        "embedded/conversation": 13,
-        "embedded/decoding": 100,
-        "embedded/drift": 13,
-        "embedded/engines": 172,
-        "embedded/extensions": 132,
-        "embedded/methods": 140,
-        "embedded/nsnquant_steps": 24,
-        "embedded/pipeline": 16,
-        "embedded/reuse": 15,
-        "embedded/rivals": 31,
-        "embedded/round_weights": 12,
-        "embedded/speculate": 13,
-        "embedded/tools": 14,
-        "embedded/trajectory": 19,
-    }
 
 
 def test_a_record_is_found_by_what_it_measures(tmp_path: Path) -> None:
@@ -306,3 +233,62 @@ def test_a_plain_sweep_is_grouped_and_cut_into_batches() -> None:
     wanted = [[f"bits={bits}", f"model={model}"] for model in ("tiny", "tiny_outliers") for bits in (2, 3)]
     assert GroupedSweeper().batches(given) == [wanted]
     assert GroupedSweeper(3).batches(given) == [wanted[:3], wanted[3:]]
+
+
+PRINTED = {
+    "nsn_readme": [],
+    "nsnquant_paper": [f"Table {n}" for n in range(1, 22)] + [f"Figure {n}" for n in range(1, 14)],
+    "oscar_paper_excerpt": ["Table 2", *(f"Figure {n}" for n in (1, 2, 3, 4, 19, 20, 21)), "Algorithm 1"],
+    "oscar_review": ["Table 1", *(f"Figure {n}" for n in range(1, 8))],
+    "kvquant_plus_plus_paper": [f"Figure {n}" for n in range(1, 10)],
+}
+"""Numbers read off the documents."""
+UNNUMBERED = {
+    "nsn_readme": {"main table", "NIAH", "INT4 valley", "mechanism", "memory", "throughput", "claims", "MMLU"},
+    "nsnquant_paper": {"section 3.1"},
+    "oscar_paper_excerpt": {"LongBench-E", "OCRBench", "MMAU-Pro", "Appendix D"},
+    "oscar_review": {
+        "gaps by task",
+        "needles",
+        *(f"limitation {n}" for n in (3, 5, 6, 7)),
+        *(f"weakness {n}" for n in range(1, 8)),
+    },
+    "kvquant_plus_plus_paper": {
+        *(f"section 2.2.{n}" for n in (1, 3, 5, 9)),
+        *(f"section 3.{n}" for n in range(1, 6)),
+        *(f"section {n}" for n in ("5.2", "5.3", "9.1", "9.2", "9.6")),
+        "sections 7 and 9.5",
+    },
+}
+"""What they print without a number, or ask for."""
+
+
+def listed() -> dict[str, list[str]]:
+    """First cells of the page's lists, by document."""
+    page = PAGE.read_text(encoding="utf-8")
+    return {
+        place[3]: [line.split("|")[1].strip() for line in place[4].splitlines()[2:]] for place in PLACE.finditer(page)
+    }
+
+
+def test_each_table_and_figure_is_listed_once() -> None:
+    assert list(listed()) == list(PRINTED)
+    for document, lines in listed().items():
+        numbered = Counter(line for line in lines if re.fullmatch(r"(Table|Figure|Algorithm) \d+", line))
+        assert numbered == Counter(PRINTED[document]), document
+        assert {line.partition(":")[0] for line in lines} >= UNNUMBERED[document], document
+        assert len(set(lines)) == len(lines), document
+
+
+OURS = (None, "embedded", "real", "speed", "suite", "waterfill")
+"""Papers of experiments that stand in no document."""
+
+
+@pytest.mark.long
+def test_the_page_is_what_experiments_and_records_say() -> None:
+    """`python experiments/docs/documents.py` writes it."""
+    rows = Rows(ROOT / "results")
+    page = PAGE.read_text(encoding="utf-8")
+    assert filled(page, "document", rows.table) == page
+    stands = {name for items in rows.documents.values() for item in items for name in item.experiments}
+    assert stands >= {name for name in names() if layout_named(name).paper not in OURS}

@@ -7,41 +7,22 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
-from omegaconf import OmegaConf
 
-from kvq.config import compose
 from kvq.errors import RecordError
 from kvq.report.__main__ import main as tables
 from kvq.report.comparisons import read_records
 from kvq.report.figures.every import file_name
 from kvq.report.figures.every import main as figures
+from kvq.report.html import list_metrics
 from kvq.report.html import main as page
-from kvq.report.labels import labelled
-from kvq.report.tables.build import build_tables
 from kvq.results import Broken, Record, Store
+from kvq.results.metrics import is_lower_better
 from kvq.results.record import parse_record
 from tests.report.sweeps import sweep
 from tests.results import made
-
-
-def test_odd_records_are_skipped_by_tables_and_figures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    store = Store(tmp_path)
-    sweep(store)
-    before = {row.record.key for table in build_tables(store).tables for row in table.rows}
-    for config in ({"method": 5}, {"method": {"key": [1]}}, {"task": None}, {"task": {"name": "error"}}):
-        settings = made.config("x", "2") | config
-        name = "error" if config.get("task") else "ppl"
-        store.put(made.record("x", "2", settings=settings, task=name, baseline_key="0" * 64), [{"odd": 1}])
-    built = build_tables(store)
-    assert before <= {row.record.key for table in built.tables for row in table.rows}
-    assert built.broken
-    assert all("\n" not in broken.reason for broken in built.broken)
-    assert figures(["--results", str(tmp_path)]) == 1
-    said = capsys.readouterr().err
-    assert "Traceback" not in said
-    assert "skipped: figure " in said
 
 
 @pytest.mark.parametrize("report", [tables, figures, page])
@@ -52,24 +33,6 @@ def test_without_records_each_report_is_one_line(
     out, err = capsys.readouterr()
     assert (out, err.count("\n")) == ("", 1)
     assert "no records under" in err
-
-
-def test_settings_without_a_label_are_named_by_every_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    store = Store(tmp_path)
-    sweep(store)
-    preset = OmegaConf.to_container(compose(["method=nsn", "bits=2"]).method, resolve=True)
-    preset["key"]["order"] = 5
-    settings = made.config("nsn", "2") | {"method": preset}
-    odd = store.put(made.record("nsn", "2", settings=settings, task="error", baseline_key="0" * 64), [{"odd": 1}]).key
-    records, broken = labelled(store)
-    assert odd not in {record.key for record in records}
-    assert [(one.path, one.reason.partition(", ")[0]) for one in broken] == [
-        (store.record_path(odd), "label: cannot be made of it")
-    ]
-    assert all(report(["--results", str(tmp_path)]) == 0 for report in (tables, figures, page))
-    said = capsys.readouterr().err
-    assert "Traceback" not in said
-    assert said.count(odd[:8]) >= 3
 
 
 def test_long_names_fit_into_the_names_of_files(tmp_path: Path) -> None:
@@ -132,3 +95,29 @@ def test_tables_load_no_model_library() -> None:
     root = Path(__file__).resolve().parents[2]
     done = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize(
+    ("metric", "lower"),
+    [("word_perplexity/none[wikitext]", True), ("brier_score", True), ("acc/none[x]", False), ("exact_match", False)],
+)
+def test_directions(metric: str, lower: bool) -> None:
+    assert is_lower_better(metric) == lower
+    record = made.record("kivi", "2", metrics={metric: 1.0})
+    assert list_metrics([record])[metric].better == ("lower" if lower else "")
+
+
+@pytest.mark.parametrize(("metric", "kept"), [("acc", 1.0), ("brier_score", 0.0)])
+def test_a_larger_error_is_not_called_no_worse(tmp_path: Path, metric: str, kept: float) -> None:
+    store = Store(tmp_path)
+    task = {"name": "lm_eval", "margin": 0.1}
+
+    def put(method: str, score: float, **more: Any) -> str:
+        rows = [{"item": str(item), "score": score, "metric": metric} for item in range(200)]
+        settings = made.config(method, "2", task=task)
+        return store.put(made.record(method, "2", settings=settings, metrics={"items": 200.0}, **more), rows).key
+
+    full = put("fp16", 0.3)
+    key = put("kivi", 0.9, baseline_key=full)
+    (judged,) = [record for record in read_records(store)[0] if record.key == key]
+    assert judged.metrics["not_worse"] == kept

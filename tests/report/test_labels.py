@@ -10,11 +10,9 @@ import pytest
 from kvq.config import compose, resolve
 from kvq.config.identity import by_names
 from kvq.report.comparisons import effective_bits
-from kvq.report.html import payload
 from kvq.report.labels import (
     FEWEST,
     PREFERRED,
-    colour_of,
     is_variant,
     label,
     main_model,
@@ -200,21 +198,6 @@ def test_a_run_that_quantized_nothing_says_so(tmp_path: Path) -> None:
     from kvq.report.tables.formats import markdown
 
     assert "| nothing quantized |" in markdown(table)
-
-
-def test_the_page_has_labels_protocols_and_the_colours_of_figures(tmp_path: Path) -> None:
-    store = Store(tmp_path)
-    for word in ("method=oscar", "method=kivi"):
-        for more in ([], ["task=ppl/nsn"], ["residual.size=64"]):
-            store.put(run(word, *more))
-    found = payload(build_tables(store))
-    words = [protocol["words"] for protocol in found["protocols"]]
-    assert sorted(words) == ["", "scoring parallel"]
-    assert {entry["name"] for entry in found["runs"]} == {"oscar", "kivi", "oscar, residual 64", "kivi, residual 64"}
-    assert {entry["variant"] for entry in found["runs"] if "residual" in entry["name"]} == {True}
-    assert {name: entry["colour"] for name, entry in found["methods"].items()} == {
-        name: colour_of(f"{name} 2") for name in ("oscar", "kivi")
-    }
 
 
 def runs_of(model: str, count: int, task: str = "ppl") -> list[Record]:

@@ -16,8 +16,6 @@ from kvq.cli import main as run
 from kvq.errors import RecordError, printable
 from kvq.report import command
 from kvq.report.figures import drawing
-from kvq.report.tables.build import build_tables
-from kvq.report.tables.formats import csv as csv_table
 from kvq.report.tables.formats import csv_of, plain_cell, print_tables
 from kvq.results import Store
 from kvq.results.record import dump_record, parse_record
@@ -47,17 +45,6 @@ def test_a_carriage_return_ends_no_row() -> None:
 @pytest.mark.parametrize("value", [*NUMBERS, -0.5, None, True, 3])
 def test_other_cells_stay_as_they_are(value: object) -> None:
     assert plain_cell(value) is value
-
-
-def test_a_method_that_is_named_as_a_formula(tmp_path: Path) -> None:
-    store = Store(tmp_path)
-    runs = sweeps.sweep(store)
-    settings = made.config("x", "2")
-    store.put(made.record("=HYPERLINK(1)", "2", settings=settings, status="failed", reason="-1+1", metrics={}))
-    for table in build_tables(store).tables:
-        for row in csv.DictReader(io.StringIO(csv_table(table))):
-            assert not any(value[:1] in "=@" or value == "-1+1" for value in row.values() if value)
-    assert runs
 
 
 def test_no_control_character_reaches_a_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -97,19 +84,6 @@ def test_a_metric_that_is_no_number_is_refused(value: Any, where: str) -> None:
     with pytest.raises(RecordError, match=rf"{where}\.(nll|load): ") as caught:
         parse_record(json.dumps(data).encode())
     assert "\n" not in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    "rows",
-    [
-        [{"item": "prompt", "tokens": [3, 1, 2]}],  # of a text
-        [{"kind": "layer", "tokens": 100}, {"kind": "sink", "position": 3}],
-        [{"item": "a", "score": 1}, {"item": "b", "skipped": "too long"}],
-    ],
-)
-def test_samples_without_losses_have_columns_of_their_own(tmp_path: Path, rows: list[dict[str, Any]]) -> None:
-    store = Store(tmp_path)
-    assert store.samples_of(store.put(made.record("kivi", "2"), rows)) == rows
 
 
 def test_a_sample_that_cannot_be_stored_names_its_record(tmp_path: Path) -> None:

@@ -3,17 +3,29 @@
 from __future__ import annotations
 
 import mmap
+import shlex
 import shutil
 import subprocess
 import sys
-from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
 import torch
 
-from kvq.results import provenance
-from kvq.results.provenance import PeakMemory, collect, command_line, device_name, git_state, package_versions, utc_now
+from kvq import cli, runs
+from kvq.config import compose, resolve
+from kvq.report.labels import label, protocol_departures
+from kvq.results import Record, Store
+from kvq.results.presets import find_departures, with_departures
+from kvq.results.provenance import (
+    PeakMemory,
+    collect,
+    command_line,
+    full_precision_words,
+    git_state,
+    single_command,
+    utc_now,
+)
 
 MIB = 2**20
 
@@ -84,29 +96,9 @@ def test_collect() -> None:
     assert found.cpu
 
 
-def test_time_is_utc() -> None:
-    assert utc_now().utcoffset() == timedelta(0)
-    assert abs(datetime.now(UTC) - utc_now()) < timedelta(seconds=2)
-
-
-def test_versions_of_absent_packages_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(provenance, "PACKAGES", ("numpy", "no-such-package-anywhere"))
-    package_versions.cache_clear()
-    try:
-        assert package_versions().keys() == {"numpy"}
-    finally:
-        package_versions.cache_clear()
-
-
 def test_command_can_be_pasted_into_a_shell(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["/somewhere/run.py", "bits={key: 3, value: 2}", "method=nsn"])
     assert command_line() == "run.py 'bits={key: 3, value: 2}' method=nsn"
-
-
-def test_device_name() -> None:
-    assert device_name("cpu") == "cpu"
-    if torch.cuda.is_available():
-        assert device_name("cuda") == torch.cuda.get_device_name()
 
 
 def test_peak_memory_is_this_runs_alone() -> None:
@@ -124,11 +116,6 @@ def test_peak_memory_is_this_runs_alone() -> None:
     assert 200 * MIB < high - low < 400 * MIB
 
 
-def test_peak_memory_that_cannot_be_reset_is_not_claimed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(PeakMemory, "_RESET", tmp_path / "absent" / "clear_refs")
-    assert PeakMemory().read() is None
-
-
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_peak_memory_of_a_gpu() -> None:
     peak = PeakMemory("cuda")
@@ -137,3 +124,97 @@ def test_peak_memory_of_a_gpu() -> None:
     found = peak.read()
     assert found is not None
     assert found >= 64 * MIB
+
+
+COMMITTED = Path(__file__).parents[2] / "results"
+WORDS = [
+    "model=tiny",
+    "method=kivi",
+    "bits=2",
+    "method.sink_tokens=1",
+    "task.context=128",
+    "task.stride=128",
+    "task.max_windows=2",
+]
+
+
+@pytest.fixture(scope="module")
+def records() -> list[Record]:
+    return Store(COMMITTED).scan()[0]
+
+
+def test_a_run_keeps_its_words_and_the_command_that_measures_it_alone(tmp_path: Path) -> None:
+    record = runs.run(
+        resolve(compose([*WORDS, f"results_dir={tmp_path}"])), lambda: [*WORDS, f"results_dir={tmp_path}"]
+    )
+    assert record.label == label(record) == "kivi, sink tokens 1"
+    assert record.from_presets == find_departures(record)
+    assert record.command == f"python run.py {' '.join(WORDS)}"
+    assert record.baseline_key is not None
+    baseline = Store(tmp_path).get(record.baseline_key)
+    assert baseline is not None
+    assert (
+        baseline.command == "python run.py model=tiny task.context=128 task.stride=128 task.max_windows=2 method=fp16"
+    )
+    for one in (record, baseline):
+        assert one.command is not None
+        again = resolve(compose([*shlex.split(one.command)[2:], f"results_dir={tmp_path}"]))
+        assert runs.Prepared(again).key == one.key
+
+
+def test_the_words_are_those_of_the_day_of_measuring(records: list[Record]) -> None:
+    """They are not asked of presets again, which may have changed or be gone."""
+    record = next(record for record in records if record.from_presets and not record.from_presets.method)
+    kept = record.model_copy(update={"method": "a preset that is gone"})
+    assert label(kept) == "a preset that is gone"
+    changed = with_departures(record).model_copy(
+        update={"from_presets": record.from_presets.model_copy(update={"method": ["+ x"]})}
+    )
+    assert label(changed) == f"{record.method} + x"
+
+
+@pytest.mark.every_plugin
+def test_a_record_of_an_earlier_version_has_words_all_the_same(records: list[Record]) -> None:
+    for record in records[::40]:
+        before = record.model_copy(update={"from_presets": None, "label": None, "command": None})
+        assert (label(before), protocol_departures(before)) == (label(record), protocol_departures(record))
+
+
+def test_words_do_not_depend_on_the_order_of_settings(records: list[Record]) -> None:
+    record = next(record for record in records if "calibration length" in str(record.label))
+    calibration = record.config["method"]["calibration"]
+    turned = {name: calibration[name] for name in sorted(calibration, reverse=True)}
+    method = {**record.config["method"], "calibration": turned}
+    other = with_departures(record.model_copy(update={"config": {**record.config, "method": method}}))
+    assert (other.label, other.from_presets) == (with_departures(record).label, with_departures(record).from_presets)
+
+
+def test_every_committed_record_has_words_and_a_command(records: list[Record]) -> None:
+    assert [record.key for record in records if None in (record.label, record.from_presets, record.command)] == []
+    assert [record.command for record in records if "experiment=" in str(record.command)] == []
+
+
+@pytest.mark.parametrize("asked", ["+experiment=embedded/decoding model=tiny", "+experiment=int4_valley model=tiny"])
+def test_the_command_of_a_run_that_an_experiment_asked_for_is_of_that_run_alone(tmp_path: Path, asked: str) -> None:
+    given = "method=rtn bits=2 task.context=64 task.stride=64 task.max_windows=1"
+    assert cli.main([*asked.split(), *given.split(), f"results_dir={tmp_path}"]) == 0
+    records = Store(tmp_path).scan()[0]
+    assert {record.method for record in records} == {"fp16", "rtn"}
+    for record in records:
+        assert record.command is not None
+        assert "experiment" not in record.command
+        again = resolve(compose([*shlex.split(record.command)[2:], f"results_dir={tmp_path}"]))
+        assert runs.Prepared(again).key == record.key
+
+
+def test_a_command_is_without_places_and_a_baseline_without_the_method() -> None:
+    words = [
+        "+experiment=main",
+        "results_dir=/tmp/x",
+        "plan=true",
+        "task.stop=[a, b]",
+        "method.key=null",
+        "residual.size=8",
+    ]
+    assert single_command(words) == "python run.py +experiment=main 'task.stop=[a, b]' method.key=null residual.size=8"
+    assert full_precision_words(words[3:]) == ["task.stop=[a, b]", "method=fp16"]

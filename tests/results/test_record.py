@@ -6,6 +6,7 @@ import contextlib
 import hashlib
 import json
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +16,8 @@ from pydantic import ValidationError
 
 from kvq.errors import RecordError
 from kvq.results import canonical, run_key
+from kvq.results.files import Journal
+from kvq.results.metrics import METRICS, units_of
 from kvq.results.record import dump_record, parse_record
 from tests.results import made
 
@@ -92,13 +95,6 @@ def test_key_refuses_what_json_cannot_say(settings: Any, message: str) -> None:
         run_key(settings)
 
 
-@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-def test_metric_that_is_no_number_is_named(value: float) -> None:
-    record = made.record("kivi", "2", metrics={"nll": 1.0, "kl_mean": value})
-    with pytest.raises(RecordError, match=r"kivi bits=2: metric 'kl_mean' is -?(nan|inf); it must be finite"):
-        dump_record(record)
-
-
 def test_key_must_name_the_config() -> None:
     with pytest.raises(ValidationError, match="does not name this config"):
         made.record("kivi", "2", key="0" * 64)
@@ -145,3 +141,74 @@ def test_damage_is_noticed_or_harmless(cut: int, flip: int) -> None:
     # A flipped byte may spell another number or name; what it may not do is escape as anything but a RecordError.
     with contextlib.suppress(RecordError):
         assert parse_record(changed).key == made.record("kivi", "2").key
+
+
+def test_parts_and_errors_have_the_unit_of_the_whole() -> None:
+    units = units_of(["accuracy[length=512]", "delta_accuracy_se", "effective_bits", "cut_items"])
+    assert list(units.values()) == ["fraction", "fraction", "bits", "items"]
+
+
+def test_a_metric_without_an_entry_is_refused_or_has_the_unit_that_is_given() -> None:
+    with pytest.raises(RecordError, match=r"^metric 'tries': no unit is known; add it to METRICS"):
+        units_of(["accuracy", "tries"])
+    assert units_of(["tries", "tries[task=one]", "accuracy"], {"tries": "1", "accuracy": "1"}) == {
+        "tries": "1",
+        "tries[task=one]": "1",
+        "accuracy": METRICS["accuracy"].unit,
+    }
+
+
+ROWS = [{"item": f"item {index}", "sample": {"score": index / 3}, "cost": {}} for index in range(5)]
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "partial" / "key.jsonl"
+
+
+def test_rows_are_found_again(path: Path) -> None:
+    first = Journal(path, "code")
+    assert not path.exists()
+    first.add(ROWS[:2])
+    first.add(ROWS[2:4])
+    again = Journal(path, "code")
+    assert list(again.rows.values()) == ROWS[:4]
+    again.add(ROWS[4:])
+    assert list(Journal(path, "code").rows.values()) == ROWS
+    again.discard()
+    assert not path.exists()
+    assert again.rows == {}
+    again.add(ROWS[:1])
+    assert list(Journal(path, "code").rows.values()) == ROWS[:1]
+
+
+def test_rows_of_other_code_are_not_taken(path: Path) -> None:
+    Journal(path, "old").add(ROWS[:3])
+    new = Journal(path, "new")
+    assert new.rows == {}
+    new.add(ROWS[3:])
+    assert list(Journal(path, "new").rows.values()) == ROWS[3:]
+    assert Journal(path, "old").rows == {}
+
+
+def test_any_torn_end_is_dropped_and_written_over(path: Path) -> None:
+    Journal(path, "code").add(ROWS[:3])
+    content = path.read_bytes()
+    whole = [content.index(b"\n") + 1]
+    while whole[-1] < len(content):
+        whole.append(content.index(b"\n", whole[-1]) + 1)
+    for cut in range(len(content)):
+        path.write_bytes(content[:cut])
+        torn = Journal(path, "code")
+        left = max(0, sum(end <= cut for end in whole) - 1)
+        assert list(torn.rows.values()) == ROWS[:left], cut
+        torn.add(ROWS[left:])
+        assert list(Journal(path, "code").rows.values()) == ROWS
+
+
+def test_what_cannot_be_written_is_one_line(tmp_path: Path, path: Path) -> None:
+    (tmp_path / "partial").write_text("a file")
+    with pytest.raises(RecordError, match="cannot write"):
+        Journal(path, "code").add(ROWS)
+    with pytest.raises(RecordError, match="cannot write"):
+        Journal(tmp_path / "other.jsonl", "code").add([{"item": "a", "sample": {"score": float("nan")}}])

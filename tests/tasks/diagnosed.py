@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from concurrent.futures import Future
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -48,3 +50,17 @@ class DiagnosedInputs(Inputs):
 
 def journal(folder: Path) -> Journal:
     return Journal(folder / "journal.jsonl", "test")
+
+
+class InThisProcess:
+    """An executor whose work is done in this process."""
+
+    def __init__(self, *_: Any, **__: Any) -> None: ...
+    def __enter__(self) -> InThisProcess:
+        return self
+
+    def __exit__(self, *_: object) -> None: ...
+    def submit(self, call: Callable[..., Any], *given: Any) -> Future[Any]:
+        done: Future[Any] = Future()
+        done.set_result(call(*given))
+        return done

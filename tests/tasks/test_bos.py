@@ -222,12 +222,3 @@ def test_a_tokenizer_without_such_a_token_is_refused(tmp_path: Path) -> None:
     image = inputs_of(["task=multimodal", "task.bos=true"])
     with pytest.raises(Unsupported, match=r"^task.bos=true: the model's processor writes the prompts of this task$"):
         multimodal.check(image, method_of(image.config, 128))
-
-
-@pytest.mark.slow
-def test_the_token_names_the_run(tmp_path: Path) -> None:
-    more = ["task.context=64", "task.stride=64", "task.max_windows=1", f"results_dir={tmp_path}", "method=fp16"]
-    asked, plain = (runs.run(resolve(compose([*more, f"task.bos={bos}"]))) for bos in ("true", "null"))
-    assert asked.config["task"]["bos"] is True
-    assert "bos" not in plain.config["task"]
-    assert plain.metrics["nll"] != asked.metrics["nll"]

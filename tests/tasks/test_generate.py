@@ -97,16 +97,12 @@ def test_the_text_of_the_prompt_names_the_run(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("overrides", "kind", "said"),
     [
-        (["task.prompt=a", "task.prompt_file=b"], ConfigError, r"task\.prompt_file=b: or task\.prompt, not both"),
-        (["task.prompt=''"], ConfigError, r"task\.prompt=: empty"),
         (
             ["task.prompt_file=/nowhere/at/all"],
             DataError,
             r"task\.prompt_file=/nowhere/at/all: cannot be read \(No such",
         ),
-        (["task.max_new_tokens=0"], ConfigError, r"task\.max_new_tokens=0: at least 1"),
         (["task.prompt=abc", "task.max_new_tokens=510"], ConfigError, r"after a prompt of 3 tokens; .* at most 512"),
-        (["task.ngram=0"], ConfigError, r"task\.ngram=0: at least 1"),
     ],
 )
 def test_what_cannot_be_asked_is_one_line(overrides: list[str], kind: type[KvqError], said: str, folder: Path) -> None:

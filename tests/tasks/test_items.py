@@ -12,7 +12,7 @@ from kvq.config.tasks import NiahConfig
 from kvq.errors import DataError
 from kvq.results.files import Journal
 from kvq.tasks.items import Items, Scored, by_part, compare, measure_items, score_items
-from kvq.tasks.measurement import Baseline, task_of
+from kvq.tasks.measurement import Baseline
 
 TASK = NiahConfig(margin=0.1, resamples=200)
 
@@ -137,7 +137,3 @@ def test_only_the_same_items_are_paired() -> None:
 def test_parts() -> None:
     samples = [{"length": 10, "score": 1.0}, {"length": 10, "score": 0.0}, {"length": 20, "score": 1.0}]
     assert by_part(samples, "length", "accuracy") == {"accuracy[length=10]": 0.5, "accuracy[length=20]": 1.0}
-
-
-def test_the_task_of_settings() -> None:
-    assert task_of(TASK).measure.__module__ == "kvq.tasks.niah"

@@ -36,16 +36,6 @@ def on_drawn(folder: Path, name: str, bits: int = 2, **settings: Any) -> Measure
     return found
 
 
-def test_an_entropy_code(tmp_path: Path) -> None:
-    found = on_drawn(tmp_path, f"{PLUS}/huffman", 4, head_dim=128, tokens=512, heads=8, draws=1).metrics
-    print(
-        f"entropy {found['index_entropy']:.3f}, code words {found['index_bits']:.3f}, saved {found['index_saved']:.1%}"
-    )
-    assert found["index_entropy"] == pytest.approx(3.774, abs=0.005)
-    assert found["index_bits"] == pytest.approx(3.82, abs=0.005)
-    assert 0.04 < found["index_saved"] < 0.05
-
-
 def test_the_noise_floor_of_a_low_rank(tmp_path: Path) -> None:
     for name, share in (("low_rank", 0.16), ("low_rank_8", 0.30)):
         found = on_drawn(tmp_path, f"{PLUS}/{name}", 2, tokens=128, draws=4, against="turboquant/hadamard").metrics
@@ -55,13 +45,6 @@ def test_the_noise_floor_of_a_low_rank(tmp_path: Path) -> None:
         assert reductions == sorted(reductions)
         rank = 8 if name.endswith("8") else 4
         assert found["correction_share"] == rank * (128 + 64) / (128 * 64)
-
-
-def test_tiers_from_decoded_data(tmp_path: Path) -> None:
-    found = on_drawn(tmp_path, f"{PLUS}/tiers", head_dim=128, tokens=800, draws=1).metrics
-    errors = [found[f"key_{name}_error"] for name in ("tier", "demoted", "promoted")]
-    print("at 4, then 3, then 4 bits:", errors)
-    assert errors == pytest.approx([0.0093, 0.0428, 0.0492], abs=0.001)
 
 
 def test_product_quantization_held_out(tmp_path: Path) -> None:
@@ -184,11 +167,7 @@ def test_a_block_of_a_models_states(tmp_path: Path) -> None:
         ("kvquant", {}, "a codec of kvquant undoes rotary embeddings; needs states that do not depend"),
         ("spinquant", {}, "value of spinquant: 'rotation' needs a model's loss"),
         ("oscar_covariance", {}, "key of oscar_covariance: 'rotation' needs a model's queries"),
-        (
-            "rtn",
-            {"against": f"{PLUS}/outliers"},
-            f"task.against={PLUS}/outliers: .* not calibrated",
-        ),
+        ("rtn", {"against": f"{PLUS}/outliers"}, f"task.against={PLUS}/outliers: .* not calibrated"),
         (f"{PLUS}/product", {"head_dim": 30}, "head_dim=30"),
     ],
 )
@@ -210,23 +189,6 @@ def test_what_model_states_refuses() -> None:
         TASKS["model_states"].check(inputs, build_method(f"{PLUS}/product", head_dim=32))
     with pytest.raises(Unsupported, match="full_precision_layers of turboquant_plus keeps layers"):
         TASKS["model_states"].check(inputs, build_method("turboquant_plus", 3, 32))
-
-
-@pytest.mark.parametrize(
-    ("make", "said"),
-    [
-        (lambda: RandomStatesConfig(against_bits=3), "task.against_bits=3: bits of task.against, which is null"),
-        (lambda: RandomStatesConfig(jumps=[3]), r"task.jumps=\[3\]: tokens of drifting states, 1 to 359"),
-        (lambda: RandomStatesConfig(states=Drawn.drifting, jumps=[360]), r"task.jumps=\[360\]"),
-        (lambda: RandomStatesConfig(draws=1001), "task.draws=1001: at most 1000"),
-        (lambda: RandomStatesConfig(tokens=1), "task.tokens=1: at least 2"),
-        (lambda: ModelStatesConfig(held_out=159), "task.held_out=159: at most task.context=160 less 2"),
-        (lambda: ModelStatesConfig(layers=[]), r"task.layers=\[\]: a list of layers from 0 on"),
-    ],
-)
-def test_settings(make: Any, said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
-        make()
 
 
 def test_the_other_method_is_in_the_name_of_what_is_measured() -> None:

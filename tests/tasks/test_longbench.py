@@ -11,7 +11,7 @@ import pytest
 from kvq.cli import main
 from kvq.config import compose, resolve
 from tests.random_models import save_random_model
-from tests.sweeps import inputs_of, records, samples
+from tests.sweeps import inputs_of, records, refused, samples
 
 pytest.importorskip("lm_eval", reason="needs the extra 'eval'")
 pytest.importorskip("rouge", reason="needs the extra 'eval'")
@@ -140,34 +140,6 @@ def test_a_run_scores_every_item_and_compares_it_with_full_precision(given: list
     assert run["decode_tokens_per_second"] > 0
 
 
-@pytest.mark.long  # tests/tasks/test_reader.py has batches of unequal prompts in fp64
-@pytest.mark.parametrize("prefill", ["whole", "chunked"])
-def test_prompts_of_unequal_length_are_one_batch_with_the_answers_of_each(
-    given: list[str], tmp_path: Path, prefill: str
-) -> None:
-    one = item("passage_count")
-    rows = [one | {"_id": str(number), "context": one["context"] * (number + 1)} for number in range(4)]
-    file = tmp_path / "passage_count.jsonl"
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    only = ["task.subsets=[passage_count]", f"dataset.path={file}", "task.noise_floor=false", "model.context=4000"]
-    asked = [one for one in given if not one.startswith(("dataset.path", "model.context"))]
-    inputs = inputs_of([*asked, *only])
-    assert [len(batch) for batch in longbench.make_items(inputs, unequal=True).batches] == [4]
-    assert [len(batch) for batch in longbench.make_items(inputs).batches] == [1] * 4
-    texts, found = {}, {}
-    for size in ("1", "null"):
-        folder = tmp_path / size
-        run = [f"task.batch_size={size}", f"task.prefill={prefill}", "method=kivi", "bits=2", f"results_dir={folder}"]
-        assert main([*asked, *only, *run]) == 0
-        texts[size] = {row["item"]: row["text"] for row in samples(folder, "kivi 2")}
-        found[size] = records(folder)["kivi 2"]
-    assert found["1"].key == found["null"].key
-    assert texts["1"] == texts["null"]
-    assert len(set(texts["1"].values())) > 1
-    for name in ("total_bytes", "cached_tokens", "new_tokens", "effective_bits"):
-        assert found["1"].metrics[name] == pytest.approx(found["null"].metrics[name], rel=1e-9), name
-
-
 def test_bad_items_are_named_and_counted(given: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rows = [item("trec", number) for number in range(4)]
     rows[1]["context"], rows[2]["answers"] = "  ", []
@@ -204,14 +176,8 @@ def test_bad_settings_are_one_line(
 ) -> None:
     broken = tmp_path / "broken.jsonl"
     broken.write_text("{", encoding="utf-8")
-    words = change.replace("FILE", str(data / "trec.jsonl")).replace("BROKEN", str(broken)).split()
-    names = {word.partition("=")[0] for word in words}
-    drop = {"residual.size"} if "residual" in names else {"dataset.path"} if "dataset" in names else set()
-    kept = [word for word in given if word.partition("=")[0] not in names | drop]
-    assert main([*kept, *words, "method=rtn", "bits=4", f"results_dir={tmp_path / 'r'}"]) != 0
-    err = capsys.readouterr().err
-    assert err.count("\n") == 1, err
-    assert says in err
+    change = change.replace("FILE", str(data / "trec.jsonl")).replace("BROKEN", str(broken))
+    refused(capsys, [*given, "method=rtn", "bits=4", f"results_dir={tmp_path / 'r'}"], change, says)
 
 
 def test_rouge_l() -> None:
@@ -219,20 +185,3 @@ def test_rouge_l() -> None:
     assert longbench.rouge_l("the cat sat", "the dog sat") == pytest.approx(2 / 3, abs=1e-6)
     assert longbench.rouge_l("", " ") == 1
     assert longbench.rouge_l("a", "") == longbench.rouge_l("...", "a") == 0
-
-
-@pytest.mark.slow
-@pytest.mark.long
-def test_the_real_file_of_multi_news(shared_data: Path, tmp_path: Path) -> None:
-    file = shared_data / "longbench" / "multi_news.jsonl"
-    if not file.is_file():
-        pytest.skip("needs longbench/multi_news.jsonl")
-    model = ["model=hf", "model.dtype=float32", f"model.path={save_random_model(tmp_path / 'model')}"]
-    written = tmp_path / "model" / "config.json"  # an answer of 512 tokens after a prompt of 300
-    written.write_text(written.read_text().replace('_position_embeddings": 512', '_position_embeddings": 1024'))
-    short = ["task.subsets=[multi_news]", f"dataset.path={file}", "task.limit=2", "task.max_length=300"]
-    given = [*model, *short, "task.noise_floor=false", "residual.size=32", f"results_dir={tmp_path / 'results'}"]
-    assert main(["task=longbench", *given, "method=kivi", "bits=4"]) == 0
-    metrics = records(tmp_path / "results")["kivi 4"].metrics
-    assert (metrics["items"], metrics["cut_items"], metrics["prompt_tokens"]) == (2, 2, 600)
-    assert 0 <= metrics["rouge_l"] <= 1

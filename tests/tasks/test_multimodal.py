@@ -8,13 +8,12 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
-import kvq.tasks.multimodal
 from kvq.cli import main
 from kvq.config import DatasetConfig, Loader
 from kvq.errors import DataError
 from kvq.tasks.multimodal import ocrbench_score, read_items
 from tests.media_models import picture, save_llava
-from tests.sweeps import records, samples
+from tests.sweeps import records, refused, samples
 
 
 @pytest.fixture(scope="module")
@@ -78,24 +77,6 @@ def test_answers_through_the_cache_and_what_was_skipped(
     assert "2 skipped items: 6: its image cannot be read; 7: no answer" in capsys.readouterr().err
 
 
-def test_a_killed_run_goes_on_item_by_item(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    answered: list[str] = []
-    answer = kvq.tasks.multimodal.answer
-
-    def dies(*args):
-        if len(answered) == 4:
-            raise KeyboardInterrupt
-        answered.append(args[-1].name)
-        return answer(*args)
-
-    monkeypatch.setattr(kvq.tasks.multimodal, "answer", dies)
-    with pytest.raises(KeyboardInterrupt):
-        main(given(folder, tmp_path, "method=fp16"))
-    monkeypatch.setattr(kvq.tasks.multimodal, "answer", lambda *args: answered.append(args[-1].name) or answer(*args))
-    assert main(given(folder, tmp_path, "method=fp16")) == 0
-    assert answered == [str(index) for index in range(6)]
-
-
 @pytest.mark.parametrize(
     ("change", "says"),
     [
@@ -113,12 +94,7 @@ def test_a_killed_run_goes_on_item_by_item(folder: Path, tmp_path: Path, monkeyp
 def test_what_cannot_be_is_one_line(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], change: str, says: str
 ) -> None:
-    kept = [word for word in given(folder, tmp_path) if word.partition("=")[0] != change.partition("=")[0]]
-    assert main([*kept, "method=rtn", "bits=2", change]) == 1
-    err = capsys.readouterr().err
-    assert says in err
-    assert err.startswith("error: ")
-    assert err.count("\n") == 1
+    refused(capsys, [*given(folder, tmp_path), "method=rtn", "bits=2"], change, says)
 
 
 @pytest.fixture

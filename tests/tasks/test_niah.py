@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
-import subprocess
-import sys
-import time
 from collections import Counter
 from pathlib import Path
 
@@ -15,7 +10,7 @@ import pytest
 from kvq.cli import main
 from kvq.tasks.niah import extract, make_items
 from tests.random_models import save_random_model
-from tests.sweeps import inputs_of, records, samples
+from tests.sweeps import inputs_of, records, refused, samples
 
 ROOT = Path(__file__).parents[2]
 
@@ -123,17 +118,6 @@ def test_canaries_and_what_the_record_says(given: list[str], tmp_path: Path) -> 
     assert not list((tmp_path / "partial").glob("*"))
 
 
-def test_batches_are_one_at_a_time(given: list[str], tmp_path: Path) -> None:
-    for size in (1, 3):
-        batch = [f"task.batch_size={size}", f"results_dir={tmp_path / str(size)}", "task.noise_floor=false"]
-        assert main([*given, "method=kivi", "bits=2", *batch]) == 0
-    assert samples(tmp_path / "1", "kivi 2") == samples(tmp_path / "3", "kivi 2")
-    one, three = (records(tmp_path / size)["kivi 2"] for size in ("1", "3"))
-    assert one.key == three.key
-    for name in ("total_bytes", "prompt_tokens", "new_tokens", "accuracy"):
-        assert one.metrics[name] == three.metrics[name]
-
-
 def test_prompts_without_room_for_an_answer_are_named(
     given: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -171,50 +155,8 @@ def test_bad_settings_are_one_line(
     given: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], change: str, says: str
 ) -> None:
     (tmp_path / "short.txt").write_text("too short a haystack", encoding="utf-8")
-    words = [word.replace("SHORT", str(tmp_path / "short.txt")) for word in change.split()]
-    words = [f"{word.partition('=')[0]}='{word.partition('=')[2]}'" if "{" in word else word for word in words]
-    names = {word.partition("=")[0] for word in words}
-    drop = {"residual.size"} if "residual" in names else {"dataset.path"} if "dataset" in names else set()
-    kept = [word for word in given if word.partition("=")[0] not in names | drop]
-    assert main([*kept, *words, "method=rtn", "bits=4", f"results_dir={tmp_path / 'r'}"]) != 0
-    err = capsys.readouterr().err
-    assert err.count("\n") == 1, err
-    assert says in err
-
-
-@pytest.mark.long
-def test_a_killed_run_goes_on_where_it_was(given: list[str], tmp_path: Path) -> None:
-    settings = ["task.repeats=6", "task.batch_size=2", "method=kivi", "bits=2"]
-    clean, killed = tmp_path / "clean", tmp_path / "killed"
-    assert main([*given, *settings, f"results_dir={clean}"]) == 0
-    command = [sys.executable, "run.py", *given, *settings, f"results_dir={killed}"]
-    process = subprocess.Popen(command, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"})
-    partial = killed / "partial"
-    while process.poll() is None and sum(file.read_bytes().count(b"\n") for file in partial.glob("*.jsonl")) < 10:
-        time.sleep(0.01)
-    process.send_signal(signal.SIGKILL)
-    assert process.wait() == -signal.SIGKILL
-    journal = next(partial.glob("*.jsonl"))
-    done = journal.read_text().splitlines()[1:]
-    assert 8 <= len(done) < 72
-    journal.write_text(journal.read_text() + '{"item": "torn', encoding="utf-8")
-    # Every row kept before the kill is in the record as it was: nothing is asked twice.
-    marked = journal.read_text().replace('"text": "', '"text": "kept ', 1)
-    journal.write_text(marked, encoding="utf-8")
-    assert main([*given, *settings, f"results_dir={killed}"]) == 0
-    assert not list(partial.glob("*.jsonl"))
-    again = {method: samples(killed, method) for method in ("fp16", "kivi 2")}
-    first = again["fp16"][0]
-    assert first["text"].startswith("kept ")
-    first["text"] = first["text"].removeprefix("kept ")
-    for method, rows in again.items():
-        assert rows == samples(clean, method)
-        ours, theirs = records(killed)[method], records(clean)[method]
-        assert ours.key == theirs.key
-        timed = {"prefill_tokens_per_second", "decode_tokens_per_second"}
-        assert {k: v for k, v in ours.metrics.items() if k not in timed} == {
-            k: v for k, v in theirs.metrics.items() if k not in timed
-        }
+    run = [*given, "method=rtn", "bits=4", f"results_dir={tmp_path / 'r'}"]
+    refused(capsys, run, change.replace("SHORT", str(tmp_path / "short.txt")), says)
 
 
 @pytest.mark.long

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor
 
 from kvq.cache import KVCache
 from kvq.config.method import BITS
-from kvq.errors import Unsupported
+from kvq.errors import DataError, Unsupported
 from kvq.methods.build import build_method
 from kvq.methods.method import Method
 from kvq.models import LoadedModel
-from kvq.tasks.scoring import parallel_method, score, scoring_bounds
+from kvq.tasks.scoring import batches, cut_windows, parallel_method, score, scoring_bounds
 from tests.cache.states import nearest_bits
 from tests.cache.test_assisted import built, layers_for
 from tests.golden.methods import TRUNCATED
@@ -93,7 +95,7 @@ def test_any_method_slides_exactly(name: str, side: str, monkeypatch: pytest.Mon
         assert (got - expected).abs().max() < 1e-6, chunk
 
 
-@pytest.mark.parametrize(("key", "value"), [(16, 24), (40, 16), (1, 8)])
+@pytest.mark.parametrize(("key", "value"), [(16, 24), (40, 16), pytest.param(1, 8, marks=pytest.mark.long)])
 def test_generation_is_exact_when_keys_and_values_flush_apart(
     key: int, value: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -126,19 +128,6 @@ def test_bounds_cut_at_every_flush_and_nowhere_else() -> None:
         scoring_bounds(build_method("kivi", bits=2, overrides=["residual=none"]), 100)
 
 
-@pytest.mark.parametrize("scoring", ["generation", "parallel"])
-def test_identity_is_full_precision_bit_for_bit(scoring: str) -> None:
-    loaded, tokens = random_llama(), token_ids(150, batch=2)
-    logs = []
-    for name in ("fp16", "identity"):
-        method = build_method(name, head_dim=32, overrides=["residual.size=128"])
-        if scoring == "parallel":
-            logs.append(chunked(loaded, parallel_method(method), tokens, [(0, 150)]))
-        else:
-            logs.append(chunked(loaded, method, tokens, scoring_bounds(method, 149)))
-    assert torch.equal(*logs)
-
-
 def test_parallel_attends_to_nothing_but_decoded_states() -> None:
     """With keys and values decoded to zeros, every position sees only itself through the residual stream."""
     loaded, tokens = random_llama(), token_ids(60)
@@ -149,3 +138,40 @@ def test_parallel_attends_to_nothing_but_decoded_states() -> None:
     second = chunked(loaded, zero, other, [(0, 60)])
     assert torch.equal(first[:, 30:], second[:, 30:])
     assert not torch.equal(first[:, :29], second[:, :29])
+
+
+@given(length=st.integers(2, 300), context=st.integers(2, 40), stride=st.integers(1, 40))
+def test_sliding_scores_every_token_once(length: int, context: int, stride: int) -> None:
+    stride = min(stride, context)
+    if length < context:
+        with pytest.raises(DataError, match=f"has {length} tokens"):
+            cut_windows([torch.arange(length)], context, stride)
+        return
+    windows = cut_windows([torch.arange(length)], context, stride)
+    scored = torch.cat([window.tokens[window.scored_from :] for window in windows]).tolist()
+    last = (len(windows) - 1) * stride + context
+    # A window starting where the last one ended cannot predict its own first token.
+    skipped = set(range(context, last, context)) if stride == context else set()
+    assert sorted(scored) == [token for token in range(1, last) if token not in skipped]
+    assert len(set(scored)) == len(scored)
+    assert length - last < stride
+
+
+def test_disjoint_windows_score_all_but_their_first_token_and_stay_in_their_stream() -> None:
+    windows = cut_windows([torch.arange(10), torch.arange(100, 109)], context=4)
+    assert [window.tokens.tolist() for window in windows] == [
+        [0, 1, 2, 3],
+        [4, 5, 6, 7],
+        [100, 101, 102, 103],
+        [104, 105, 106, 107],
+    ]
+    assert {window.targets for window in windows} == {3}
+    assert len(cut_windows([torch.arange(10)], 4, limit=1)) == 1
+
+
+def test_batches_keep_order_and_equal_targets() -> None:
+    windows = cut_windows([torch.arange(50)], context=10, stride=5)
+    groups = batches(windows, 4)
+    assert [index for group in groups for index in group] == list(range(len(windows)))
+    assert groups[0] == [0]
+    assert all(len({windows[index].scored_from for index in group}) == 1 and len(group) <= 4 for group in groups)

@@ -6,8 +6,6 @@ import shutil
 import statistics
 import subprocess
 import sys
-from collections.abc import Callable
-from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +15,8 @@ import torch
 from kvq.cache import KVCache
 from kvq.cache.packed import PreallocatedCache
 from kvq.config import compose, full_precision, resolve
-from kvq.config.diagnostics import LatencyConfig
 from kvq.config.identity import canonical
-from kvq.errors import ConfigError, Unsupported
+from kvq.errors import Unsupported
 from kvq.kernels.eager import STEPS
 from kvq.methods.build import build_method
 from kvq.results import Store
@@ -29,7 +26,7 @@ from kvq.tasks.measurement import units_like
 from kvq.tasks.speed import median_of, paired_ratios, rates_of
 from kvq.tasks.steps import PerHeadCodec, without_norms
 from tests.random_models import llama, save_random_model, token_ids
-from tests.tasks.diagnosed import DiagnosedInputs
+from tests.tasks.diagnosed import InThisProcess
 
 
 @pytest.fixture(scope="module")
@@ -61,44 +58,6 @@ def test_latency(model: Path, tmp_path: Path, attention: str) -> None:
         assert record.metrics[f"{name}_b1_t40"] > 0
         assert record.metrics[f"{name}_over_preallocated_b2_t40"] > 0
     assert ("attention" in record.config) == (attention == "packed")
-
-
-@pytest.mark.long
-@pytest.mark.slow
-def test_regimes(model: Path, tmp_path: Path) -> None:
-    """Ways to read the past stand beside the method, with their overheads; a run without them keeps its key."""
-    small = ["task.contexts=[40]", "task.new_tokens=3", "task.repeats=2", "task.warmup=0", "task.references=[dynamic]"]
-    ways = ["per_head", "per_layer", "kept", "packed"]
-    given = config(model, tmp_path, "task=latency/nsn_dequantization", *small, f"task.regimes=[{','.join(ways)}]")
-    record = run(given)
-    rows = Store(tmp_path).samples(record.key)
-    assert {row["subject"] for row in rows} == {"method", "dynamic", *ways}
-    for way in ways:
-        ratio = record.metrics[f"decode_{way}_over_dynamic_b1_t40"]
-        assert record.metrics[f"overhead_{way}_over_dynamic_b1_t40"] == pytest.approx(100 * (ratio - 1))
-        assert record.units[f"overhead_{way}_over_dynamic_b1_t40"] == "%"
-    assert record.config["task"]["regimes"] == ways
-    assert "regimes" not in canonical(config(model, tmp_path, "task=latency"), "", "")["task"]
-    assert "regimes" not in canonical(config(model, tmp_path, "task=latency/nsn_dequantization", "method=fp16"), "", "")
-
-
-@pytest.mark.long
-def test_a_prefill_by_steps(model: Path, tmp_path: Path) -> None:
-    """Seconds of every step of the codecs, and the norms' share; a run without them keeps its key."""
-    small = ["task.contexts=[96]", "task.new_tokens=1", "task.repeats=2", "task.warmup=0", "task.references=[dynamic]"]
-    given = config(model, tmp_path, "task=latency", *small, "task.prefill_steps=true")
-    record = run(given)
-    steps = ["key.hadamard", "key.norm", "norms", "key.quantizer", "value.hadamard", "value.quantizer"]
-    shares = {step: record.metrics[f"prefill_share_{step}_b1_t96"] for step in steps}
-    assert all(0 < share < 1 for share in shares.values())
-    assert shares["norms"] == shares["key.norm"]
-    assert sum(shares.values()) - shares["norms"] < 1
-    assert record.units["prefill_share_norms_b1_t96"] == "fraction"
-    rows = [row for row in Store(tmp_path).samples(record.key) if row["subject"] == "watched"]
-    assert [row["repeat"] for row in rows] == [0, 1]
-    assert record.config["task"]["prefill_steps"] is True
-    assert "prefill_steps" not in canonical(config(model, tmp_path, "task=latency"), "", "")["task"]
-    assert "prefill_steps" not in canonical(full_precision(given), "", "")["task"]
 
 
 @pytest.mark.long
@@ -185,19 +144,6 @@ for tokens in (128, 192):
     assert done.returncode == 0, done.stderr[-2000:]
 
 
-@pytest.mark.long
-def test_throughput(model: Path, tmp_path: Path) -> None:
-    small = ["task.batches=[2]", "task.prompt=20", "task.new_tokens=5", "task.repeats=1", "task.references=[dynamic]"]
-    record = run(config(model, tmp_path, "task=throughput", *small))
-    (row,) = [row for row in Store(tmp_path).samples(record.key) if row["subject"] == "method"]
-    rate = 2 * 5 / (row["prefill_seconds"] + row["decode_seconds"])
-    assert record.metrics["tokens_per_second_b2"] == pytest.approx(rate)
-    assert record.metrics["decode_tokens_per_second_b2"] == pytest.approx(2 * 5 / row["decode_seconds"])
-    names = "tokens_per_second_b2 decode_tokens_per_second_b2 over_dynamic_b2 cache_bytes_b2 largest_batch"
-    assert set(record.metrics) == set(names.split())
-    assert record.units["decode_tokens_per_second_b2"] == "tokens/s"
-
-
 def test_the_largest_batches_that_fit(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A device with room for 2 requests in full precision and for 4 quantized ones; 8 are not tried by what failed."""
     tried = []
@@ -208,17 +154,6 @@ def test_the_largest_batches_that_fit(model: Path, tmp_path: Path, monkeypatch: 
         if batch > (4 if quantized else 2):
             raise torch.OutOfMemoryError("CUDA out of memory")
         return {"prefill_seconds": 1.0, "decode_seconds": 3.0 if quantized else 1.0, "cache_bytes": batch}
-
-    class InThisProcess:
-        def __init__(self, *args: object, **kwargs: object) -> None: ...
-        def __enter__(self) -> InThisProcess:
-            return self
-
-        def __exit__(self, *args: object) -> None: ...
-        def submit(self, call: Callable[..., Any], *args: Any) -> Future[Any]:
-            done: Future[Any] = Future()
-            done.set_result(call(*args))
-            return done
 
     monkeypatch.setattr(speed, "timed", timed)
     monkeypatch.setattr(speed, "ProcessPoolExecutor", InThisProcess)
@@ -264,29 +199,6 @@ def test_the_preallocated_cache_is_full_precision(way: str) -> None:
     model(tokens[:, :20], past_key_values=cache)
     found = torch.cat([model(tokens[:, i : i + 1], past_key_values=cache).logits for i in range(20, 30)], 1)
     torch.testing.assert_close(found, expected, atol=2e-4, rtol=0)
-
-
-def test_what_cannot_be_timed_is_refused(model: Path, tmp_path: Path) -> None:
-    import kvq
-
-    inputs = DiagnosedInputs(LatencyConfig())
-    given = config(model, tmp_path, "task=latency", "cache.attention=packed")
-    inputs.config = given
-    with pytest.raises(ConfigError, match=r"task.contexts=\[512\] and task.new_tokens: 544 tokens"):
-        speed.check_length(inputs, "task.contexts=[512]", 544, kvq.build_method("oscar"))
-    with pytest.raises(Unsupported, match="codes of Float8Quantizer"):
-        speed.check_length(inputs, "task.contexts=[12]", 44, kvq.build_method("fp8"))
-
-
-def test_scores_do_not_depend_on_attention(model: Path, tmp_path: Path) -> None:
-    """The key of a task that scores is what it was; that of a task of time says how tokens attend."""
-    with pytest.raises(ConfigError, match="task=ppl scores with dense attention"):
-        config(model, tmp_path, "cache.attention=packed")
-    keys = [
-        canonical(config(model, tmp_path, "task=latency", f"cache.attention={way}"), "", "")
-        for way in ("dense", "packed")
-    ]
-    assert keys[1] == {**keys[0], "attention": "packed"}
 
 
 def test_the_mean_step_has_the_flush_that_the_median_lacks() -> None:

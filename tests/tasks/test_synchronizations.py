@@ -18,7 +18,9 @@ from kvq.tasks.measurement import Baseline
 
 READS = ("_local_scalar_dense", "equal", "is_nonzero", "masked_select", "nonzero", "unique_consecutive", "_unique2")
 """Operations after which the host knows a number of the device, or a shape that depends on one."""
-METHODS = ["kivi", "nsn", "nsnquant", "oscar", "turboquant", pytest.param("waterfill_kv", marks=pytest.mark.long)]
+QUICK = [("kivi", "generation"), ("nsnquant", "generation"), ("kivi", "parallel")]
+METHODS = ("kivi", "nsn", "nsnquant", "oscar", "turboquant", "waterfill_kv")
+CASES = {(method, scoring) for method in METHODS for scoring in ("generation", "parallel")} - {*QUICK}
 
 
 class CountReads(TorchDispatchMode):
@@ -54,8 +56,9 @@ def reads(method: str, scoring: str, context: int, folder: Path) -> Counter[str]
     return counting.found
 
 
-@pytest.mark.parametrize("scoring", ["generation", "parallel"])
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(
+    ("method", "scoring"), [*QUICK, *(pytest.param(*case, marks=pytest.mark.long) for case in sorted(CASES))]
+)
 def test_no_chunk_waits_for_the_device(
     method: str, scoring: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

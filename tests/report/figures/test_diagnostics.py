@@ -1,11 +1,13 @@
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
 import pytest
 
+from kvq.config import compose, resolve
 from kvq.config.diagnostics import (
     Arms,
     DistributionConfig,
@@ -15,6 +17,7 @@ from kvq.config.diagnostics import (
     SyntheticConfig,
     TniConfig,
 )
+from kvq.config.identity import canonical
 from kvq.report.figures.cost import throughput_table
 from kvq.report.figures.distribution import (
     closeness_table,
@@ -25,7 +28,7 @@ from kvq.report.figures.distribution import (
     ranges_table,
     rotated_channels,
 )
-from kvq.report.figures.drawing import write_drawings
+from kvq.report.figures.drawing import image_of
 from kvq.report.figures.error import (
     bars_figure,
     bars_table,
@@ -37,14 +40,7 @@ from kvq.report.figures.error import (
 )
 from kvq.report.figures.every import drawings
 from kvq.report.figures.every import main as figures_main
-from kvq.report.figures.over_models import (
-    dispersion_correlations,
-    dispersion_table,
-    scatter_figure,
-    split_scatters,
-    stand_in_figure,
-    stand_in_table,
-)
+from kvq.report.figures.over_models import dispersion_correlations, dispersion_table, scatter_figure, split_scatters
 from kvq.report.figures.perplexity import valley_table
 from kvq.results import Store
 from tests.report import sweeps
@@ -68,51 +64,6 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Store:
     for dataset in ("pydocs", "pysource"):
         put(store, folder, DistributionConfig(signs=1, codebooks=["finetuned"], **small), "fp16", dataset)
     return store
-
-
-@pytest.mark.long
-def test_every_figure_has_its_numbers_beside_it(store: Store, tmp_path: Path) -> None:
-    records = store.scan()[0]
-    found = list(drawings(records, store))
-    stems = {drawing.stem: drawing for drawing in found}
-    assert len(stems) == len(found)
-    # One of each function as files; the others, of further methods and texts, are made alone.
-    one_each = {drawing.kind.draw: drawing.stem for drawing in found}.values()
-    paths = write_drawings([stems[stem] for stem in one_each], tmp_path, [])
-    for drawing in (stems[stem] for stem in stems.keys() - one_each):
-        assert len(drawing.table) > 0
-        assert drawing.figure() is not None
-    kinds = (
-        "error-steps-oscar_2",
-        "error-steps-kivi_2",
-        "tni-layers",
-        "tni-groups-oscar_2",
-        "tni-groups-kivi_2",
-        "distribution-kl",
-        "distribution-layers",
-        "distribution-covariances",
-        "distribution-channels",
-        "distribution-steps",
-        "distribution-magnitudes",
-        "distribution-tsne",
-        "memory",
-        "synthetic-neighbour_apart_error",
-        "synthetic-sink_error",
-        "states-drawn",
-    )
-    for kind in kinds:
-        assert any(stem.startswith(kind) for stem in stems), kind
-    assert {path.stem for path in paths} == {*one_each, "index"}
-    for stem in one_each:
-        assert {path.suffix for path in paths if path.stem == stem} == {".csv", ".pdf", ".png"}
-        assert len(pd.read_csv(tmp_path / f"{stem}.csv")) > 0
-
-
-@pytest.mark.long
-def test_the_same_records_give_the_same_bytes(store: Store, tmp_path: Path) -> None:
-    first, second = (drawn(store, tmp_path / name) for name in ("a", "b"))
-    for one, other in zip(first, second, strict=True):
-        assert one.read_bytes() == other.read_bytes(), one.name
 
 
 def test_tables_are_means_of_samples(store: Store) -> None:
@@ -310,46 +261,52 @@ def test_bars_by_layer(tmp_path: Path) -> None:
     assert layers_table(of_states(one, task, {"rtn": places[:1]}), one).empty
 
 
-def test_runs_beside_a_method_at_their_own_bits_share_a_figure(tmp_path: Path) -> None:
-    """Their fingerprints differ, because they name that method at other bits."""
+def put_throughput(store: Store, residual: int, bits: str, machine: str = "one GPU") -> None:
+    """A run of NSNQuant's figures 4 and 8: full precision fits 64 requests, the method 4 times as many."""
+    words = ["method=nsnquant", f"bits={bits}", "task=throughput", "task.batches=[16,64,256]", "model=tiny"]
+    asked = resolve(compose([*words, f"residual.size={residual}", "cache.attention=packed"]))
+    settings = canonical(asked, "f" * 64, machine)
+    rows = []
+    for batch, subject in itertools.product((16, 64, 256), ("method", "dynamic")):
+        place = {"batch": batch, "tokens": 161, "subject": subject, "repeat": 0}
+        if (batch, subject) == (256, "dynamic"):
+            rows.append(place | {"fits": False})
+            continue
+        gib = batch * (1.0 if subject == "dynamic" else (0.1 + residual / 1000) * int(bits))
+        seconds = {"prefill_seconds": 1.0, "decode_seconds": 4.0 + batch / 64 + residual / 100}
+        peaks = {"prefill_peak_bytes": int(gib * 2**29), "decode_peak_bytes": int(gib * 2**30)}
+        rows.append(place | {"fits": True} | seconds | peaks)
+    store.put(made.record("nsnquant", bits, settings=settings, task="throughput", metrics={"largest_batch": 256}), rows)
+
+
+def test_throughput_is_drawn_as_nsnquant_draws_it(tmp_path: Path) -> None:
+    """Memory left, throughput right, by batch: a line for each width and residual, full precision until it is full."""
     store = Store(tmp_path)
-    for bits in ("2", "3"):
-        task = {"name": "random_states", "states": "gaussian", "tokens": 8, "head_dim": 4, "against": "nsn"}
-        settings = made.config("rtn", bits, task, dataset={"fingerprint": f"drawn states, against {bits}"})
-        record = made.record("rtn", bits, settings=settings, task="random_states", baseline_key="b" * 64)
-        store.put(record, [{"kind": "states", "place": 0, "key_mse": 0.1}])
-    [drawing] = drawings(store.scan()[0], store)
-    assert drawing.stem.startswith("states-drawn-tiny-pydocs-")
-    assert len(drawing.table) == 2
+    for residual, bits in itertools.product((32, 64, 128), "12"):
+        put_throughput(store, residual, bits)
+    (drawing,) = drawings(store.scan()[0], store)
+    figure = drawing.figure()
+    assert figure is not None
+    memory, rates = figure.axes
+    assert (memory.get_ylabel(), rates.get_ylabel()) == ("peak memory above the weights (GiB)", "tokens per second")
+    names = [text.get_text() for text in figure.legends[0].get_texts()]
+    sizes = {32: "residual 32, packed attention", 64: "packed attention", 128: "residual 128, packed attention"}
+    wanted = {f"nsnquant, {size} {bits}" for size in sizes.values() for bits in "12"}  # 64 is the preset's
+    assert set(names) == wanted | {"full precision"}
+    by_name = dict(zip(names, memory.lines, strict=True))
+    assert by_name["full precision"].get_xdata().tolist() == [16, 64]
+    assert by_name["full precision"].get_ydata().tolist() == [16, 64]
+    small, large = (by_name[f"nsnquant, {sizes[size]} 2"].get_ydata() for size in (32, 128))
+    assert all(a < b for a, b in zip(small, large, strict=True))
+    crosses = [line for line in rates.lines if line.get_marker() == "x"]
+    assert [line.get_xdata() for line in crosses] == [[256]]
+    assert image_of(figure)
 
 
-def test_each_real_model_has_its_own_row_of_panels() -> None:
-    """Methods of one real model are not drawn in the row of another."""
-    pair = {"scoring": "generation", "model_stand_in": "tiny", "loss_stand_in": 0.1, "ranks": 0.0}
-    rho = {"rho": 0.5, "low": 0.0, "high": 1.0}
-    runs = [("first", 0.2, ["a", "b"]), ("second", 0.3, ["c"])]
-    lines = [
-        {**pair, **rho, "model": model, "method": method, "loss": loss, "methods": len(methods)}
-        for model, loss, methods in runs
-        for method in methods
-    ]
-    axes = stand_in_figure(pd.DataFrame(lines), "Losses").axes
-    assert [axis.get_ylabel() for axis in axes] == ["first,\ndecoding", "second,\ndecoding"]
-    assert [{float(line.get_ydata()[0]) for line in axis.lines} for axis in axes] == [{0.2}, {0.3}]
-    assert [len(axis.lines) for axis in axes] == [2, 1]
-
-
-def test_two_real_models_are_a_pair_once() -> None:
-    records = [
-        made.record("kivi", str(bits), settings=settings, model=model, metrics={"delta_nll": loss / bits})
-        for model, loss in (("smollm2_135m", 1.0), ("gemma3_270m", 2.0), ("tiny", 3.0))
-        for bits in range(1, 9)
-        for settings in [made.config("kivi", str(bits), {**made.TASK, "scoring": "generation"}, model={"name": model})]
-    ]
-    table = stand_in_table(records)
-    assert {tuple(pair) for pair in table[["model", "model_stand_in"]].drop_duplicates().to_numpy()} == {
-        ("gemma3_270m", "smollm2_135m"),
-        ("gemma3_270m", "tiny"),
-        ("smollm2_135m", "tiny"),
-    }
-    assert table["rho"].tolist() == pytest.approx([1.0] * len(table))
+def test_times_of_two_machines_are_two_figures(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    for machine in ("one GPU", "another GPU"):
+        put_throughput(store, 64, "2", machine)
+    found = list(drawings(store.scan()[0], store))
+    assert len({drawing.stem for drawing in found}) == 2
+    assert {drawing.title.partition(" on ")[2] for drawing in found} == {"one GPU", "another GPU"}

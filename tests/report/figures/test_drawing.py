@@ -10,14 +10,16 @@ import pandas as pd
 import pytest
 from matplotlib.figure import Figure
 
+from kvq.report.comparisons import measured_bits
 from kvq.report.figures import drawing, every
-from kvq.report.figures.cost import memory_figure
 from kvq.report.figures.drawing import Drawing, Kind, panels, titled, write_drawings
-from kvq.report.figures.error import planes_figure
-from kvq.report.figures.loss import pareto_figure
-from kvq.report.labels import colour_of
+from kvq.report.figures.loss import runs_table
+from kvq.report.labels import colour_of, engine_of, method_of
+from kvq.report.tables.build import build_tables
+from kvq.report.tables.layout import Table
 from kvq.results import Store
-from tests.presets import METHODS
+from tests.presets import METHODS, NAMES
+from tests.report import sweeps
 from tests.results import made
 
 TABLE = pd.DataFrame({"x": [1.0, 2.0, 3.0], "y": [3.0, 1.0, 2.0]})
@@ -45,67 +47,12 @@ def test_families_share_a_colour_and_no_two_methods_look_alike() -> None:
     assert len(drawing.lines_of(f"many{index}" for index in range(100))) == 100
 
 
-def test_eight_methods_have_colours_and_the_frontier_is_named_however_many_there_are() -> None:
-    best = pd.DataFrame(
-        {
-            "method": ["low", "kivi", "kivi/block"],
-            "bits": ["1", "4", "4"],
-            "effective_bits": [1.5, 4.0, 4.0],
-            "delta_nll": [0.5, 0.9, 0.8],
-            "frontier": [True, False, False],
-            "variant": [False, False, True],
-        }
-    )
-    rows = [
-        {
-            "method": f"m{index:02}",
-            "bits": "4",
-            "effective_bits": 4.0,
-            "delta_nll": 0.001 * (index + 1),
-            "frontier": False,
-            "variant": False,
-        }
-        for index in range(30)
-    ]
-    numbers = pd.concat([pd.DataFrame(rows), best], ignore_index=True)
-    numbers["kl_mean"], numbers["delta_nll_se"] = numbers["delta_nll"], 0.0001
-    shown = pareto_figure(numbers, "title")
-    (legend,) = shown.legends
-    names = [text.get_text() for text in legend.get_texts()]
-    assert names == [
-        "kivi",
-        "low",
-        *(f"m0{index}" for index in range(6)),
-        "other methods",
-        "variants and ablations",
-        "frontier",
-    ]
-    assert [text.get_text() for text in shown.axes[0].texts] == ["low 1"]
-    coloured = {line.get_color() for line in shown.axes[1].lines}
-    assert {colour_of("kivi"), colour_of("low")} < coloured
-    drawn = sum(len(line.get_xdata()) for line in shown.axes[1].lines)
-    assert drawn == 33  # those without a line are grey points
-
-
 def test_a_method_has_one_colour_and_what_is_no_method_has_another() -> None:
     colours = {colour_of(method) for method in METHODS}
     assert len(colours) == len(METHODS) > 25
     assert not colours & set(drawing.SERIES)
     labels = ("kivi", "kivi 2", "kivi/block k4v2", "kivi − key.x", "kivi, residual 4 2")
     assert {colour_of(label) for label in labels} == {colour_of("kivi")}
-
-
-def test_a_legend_names_what_is_drawn_alone() -> None:
-    rows = [
-        {"method": name, "tokens": length, "measured": measured, "fp16": 100, "total": 20, "residual": 0, "codes": 20}
-        for name, measured in (("kivi 2", True), ("nsn 2", False))
-        for length in (1024, 2048)
-    ]
-    table = pd.DataFrame(rows).assign(scales=0, norms=0, shift=0, other=0)
-    made = memory_figure(table, "title")
-    parts, methods = ([text.get_text() for text in axis.get_legend().get_texts()] for axis in made.axes)
-    assert parts == ["codes"]
-    assert methods[:2] == ["kivi 2", "nsn 2"]
 
 
 def test_the_index_names_every_figure_under_its_kind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -122,24 +69,6 @@ def test_the_index_names_every_figure_under_its_kind(tmp_path: Path, monkeypatch
     assert text.index("## pareto") < text.index("## zzz")
     for link in re.findall(r"\]\(([^)/]+)\)", text):
         assert (tmp_path / link).is_file()
-
-
-def test_planes_have_a_panel_for_each_method_and_labels_below_the_lowest() -> None:
-    cells = [(lowness, outliers) for lowness in (1, 10) for outliers in (0, 5)]
-    table = pd.DataFrame(
-        {"method": f"m{index} 2", "lowness": lowness, "outliers": outliers, "sink_error": 0.1 * (lowness + outliers)}
-        for index in range(4)
-        for lowness, outliers in cells
-        if (index, lowness, outliers) != (3, 10, 5)
-    )
-    made = titled(planes_figure)(table, "title")
-    *panels, bar = made.axes
-    assert [axis.get_title(loc="left") for axis in panels] == [f"m{index} 2 bits" for index in range(4)]
-    assert [text.get_text() for text in panels[0].texts] == [".10", "1.00", ".60", "1.50"]
-    assert len(panels[3].texts) == 3  # a cell that was not measured stays empty
-    labels = [[text.get_text() for text in axis.get_xticklabels()] for axis in panels]
-    assert labels == [["", ""], *[["1", "10"]] * 3]
-    assert bar.get_ylabel() == "relative squared error per token"
 
 
 def test_names_of_records_are_drawn_plainly_and_cut() -> None:
@@ -188,3 +117,71 @@ def test_a_figure_of_runs_that_cannot_be_read_is_named(tmp_path: Path) -> None:
 def test_every_kind_is_named_once() -> None:
     kinds = every.kinds()
     assert len({one.stem for one in kinds}) == len(kinds) > 35
+
+
+FORMATS = {
+    "engine/vllm_mine": (0.02, 8.0),
+    "engine/llamacpp_mine": (0.2, 4.5),
+    "engine/llamacpp_mine/unrotated": (0.9, 4.5),
+}
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Store:
+    """A method with a residual, which costs 0.7 bits, one that all others beat, and three formats of engines."""
+    store = Store(tmp_path)
+    full = sweeps.put_run(store, "fp16", "", sweeps.losses(0.0, 0.0, 0), None, 16.0)
+    for bits, mean in (("2", 0.5), ("4", 0.2)):
+        run = sweeps.put_run(store, "good", bits, sweeps.losses(mean, 0.001, int(bits)), full, float(bits))
+        longer = run.model_copy(update={"metrics": run.metrics | {"effective_bits": float(bits) + 0.7}})
+        store.put(longer, store.samples(run.key))
+    sweeps.put_run(store, "bad", "8", sweeps.losses(0.95, 0.001, 9), full, 9.0)
+    for seed, (name, (mean, bits)) in enumerate(FORMATS.items()):
+        sweeps.put_run(store, name, "", sweeps.losses(mean, 0.001, 40 + seed), full, bits)
+    return store
+
+
+def table_of(store: Store) -> Table:
+    (table,) = build_tables(store).tables
+    return table
+
+
+def test_the_frontier_is_over_the_bits_of_its_axis(store: Store) -> None:
+    """llama.cpp's format has as much loss as the method at 4: more measured bits, fewer with the other's residual."""
+    table = table_of(store)
+    measured = runs_table(table, measured_bits, "bits_per_element")
+    effective = runs_table(table)
+    fronts = [
+        {(run["method"], run["bits"]) for run in found[found["frontier"]].to_dict("records")}
+        for found in (measured, effective)
+    ]
+    assert fronts == [
+        {("good", "2"), ("good", "4"), ("engine/vllm_mine", "fixed")},
+        {("good", "2"), ("engine/llamacpp_mine", "fixed"), ("engine/vllm_mine", "fixed")},
+    ]
+    assert measured.set_index(["method", "bits"])["bits_per_element"]["good", "4"] == 4.0
+    assert effective.set_index(["method", "bits"])["effective_bits"]["good", "4"] == 4.7
+    assert list(measured[measured["variant"]]["method"]) == ["engine/llamacpp_mine/unrotated"]
+
+
+@pytest.mark.every_plugin
+def test_every_engine_is_known_and_has_one_colour_that_no_method_has() -> None:
+    names = [name for name in NAMES if name.startswith("engine/")]
+    assert len(names) > 40
+    engines = {name: engine_of(name) for name in names}
+    assert set(engines.values()) == {
+        "llama.cpp", "ik_llama.cpp", "vLLM", "SGLang", "LMDeploy", "TensorRT-LLM", "MLX", "ExLlamaV2", "ExLlamaV3",
+        "OpenVINO",
+    }  # fmt: skip
+    colours = {engine: {colour_of(name) for name in names if engines[name] == engine} for engine in engines.values()}
+    assert all(len(found) == 1 for found in colours.values())
+    own = set().union(*colours.values())
+    assert len(own) == len(colours)
+    assert not own & ({colour_of(name) for name in METHODS} | set(drawing.SERIES))
+    assert [engine_of(name) for name in ("kivi", "oscar/cr_only", "engine", "engine/mine_4")] == [
+        None,
+        None,
+        None,
+        "mine",
+    ]
+    assert method_of("engine/mlx_4, residual 64 4") == method_of("engine/mlx_4/x") == "engine/mlx_4"

@@ -5,8 +5,6 @@ from __future__ import annotations
 import base64
 import json
 import re
-import subprocess
-import sys
 from html.parser import HTMLParser
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,13 +19,11 @@ from kvq.report.html import (
     render,
     script_json,
     shown,
-    write_report,
 )
 from kvq.report.tables.build import build_tables
 from kvq.report.tables.layout import Row, Table, Tables
 from kvq.results import Store
 from tests.report import hostile, sweeps
-from tests.report.many import many_runs
 from tests.results import made
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -118,21 +114,6 @@ def test_the_pages_script_and_style_ask_for_nothing(store: Store) -> None:
     assert not re.search(r"url\(|@import|@font-face", page.raw["style"][0])
 
 
-def test_the_same_records_give_the_same_bytes(store: Store, tmp_path: Path) -> None:
-    first, second = (write_report(store, tmp_path / f"{place}.html") for place in (1, 2))
-    assert first.read_bytes() == second.read_bytes()
-
-
-def test_a_broken_record_is_named_and_skipped(store: Store, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (store.runs / f"{'0' * 64}.json").write_text("{<b>", encoding="utf-8")
-    assert main(["--results", str(store.root)]) == 0
-    out, err = capsys.readouterr()
-    assert re.search(r"report\.html \([\d.]+ MiB\)", out)
-    assert "skipped " in err
-    assert "not valid JSON" in err
-    assert "not valid JSON" in (store.root / "report.html").read_text(encoding="utf-8")
-
-
 def test_a_page_that_cannot_be_written_is_one_line(store: Store, capsys: pytest.CaptureFixture[str]) -> None:
     folder = store.root / "a file"
     folder.write_text("", encoding="utf-8")
@@ -177,35 +158,3 @@ def test_papers_are_linked_and_nothing_else(given: object, linked: bool, monkeyp
     assert payload(Tables((table,)))["methods"]["mine"]["link"] == (
         f"https://arxiv.org/abs/{given}" if linked else None
     )
-
-
-def test_presets_have_the_paper_of_their_method() -> None:
-    rows = tuple(Row(made.record(name, "2"), name, "2") for name in ("oscar", "oscar/cr_only", "rtn"))
-    known = payload(Tables((Table("", "", (), rows, ()),)))["methods"]
-    assert {name: (one["label"], one["arxiv"]) for name, one in known.items()} == {
-        "oscar": ("OScaR", "2605.19660"),
-        "oscar/cr_only": ("OScaR (CR only)", "2605.19660"),
-        "rtn": ("RTN", None),
-    }
-
-
-MEASURE = """
-import sys
-from kvq.report.html import main
-from kvq.results.provenance import PeakMemory
-memory = PeakMemory()  # not ru_maxrss, which a child inherits from the process that started it
-code = main(["--results", sys.argv[1]])
-print(memory.read() or 0)
-sys.exit(code)
-"""
-
-
-@pytest.mark.long
-def test_two_thousand_runs_stay_usable(tmp_path: Path) -> None:
-    store = Store(tmp_path / "results")
-    many_runs(store, 2000)
-    done = subprocess.run(
-        [sys.executable, "-c", MEASURE, str(store.root)], cwd=ROOT, capture_output=True, text=True, check=True
-    )
-    assert int(done.stdout.split()[-1]) < 10**9
-    assert (store.root / "report.html").stat().st_size < 24 * 2**20

@@ -11,14 +11,10 @@ from typing import Any
 import pytest
 
 from experiments.docs import browser
-from kvq.report.comparisons import read_records
 from kvq.report.html import write_report
-from kvq.report.labels import main_model
 from kvq.report.tables.build import build_tables
 from kvq.results import Record, Store
-from tests.fuzz.odd_records import examples, put
 from tests.report import hostile, sweeps
-from tests.report.many import many_runs
 
 pytestmark = [
     pytest.mark.slow,
@@ -128,18 +124,6 @@ def test_rows_are_those_of_the_task_and_a_heading_sorts_them(page: Any) -> None:
     shown = column(page, "PPL")
     assert numbers(shown) == sorted(numbers(shown), reverse=True)
     assert shown[-1] == "–"
-
-
-def test_tables_of_protocols_sort_too(page: Any) -> None:
-    heading = "details[open] table.sortable th:nth-child(5) button"
-    cells = "[...document.querySelectorAll('details[open] table.sortable tbody tr')].map(r => r.cells[4].textContent)"
-    click(page, heading)
-    shown = js(page, cells)
-    found = [float(cell) for cell in shown if "–" not in cell]
-    assert found == sorted(found)
-    assert len(found) == 8  # of nine runs one is refused
-    click(page, heading)
-    assert [float(cell) for cell in js(page, cells) if "–" not in cell] == sorted(found, reverse=True)
 
 
 def test_filters_narrow_the_table_and_the_plot_and_stay_in_the_address(page: Any, address: str) -> None:
@@ -273,73 +257,3 @@ def luminance(colour: str) -> float:
     parts = [int(digits[place : place + 2], 16) / 255 for place in (0, 2, 4)]
     linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
     return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
-
-
-@pytest.mark.long
-def test_two_thousand_runs_answer_at_once(driver: Any, folder: Path) -> None:
-    store = Store(folder / "many")
-    many_runs(store, 2000)
-    opened(driver, write_report(store, folder / "many.html").as_uri())
-    assert js(driver, "document.getElementById('tally').textContent") == "2000 of 2000 runs"
-    code = """
-        const box = document.getElementById('search'), times = [];
-        for (const word of ['nsn', 'kivi 2', 'q8', '']) {
-            const start = performance.now();
-            box.value = word;
-            box.dispatchEvent(new Event('input'));
-            document.body.getBoundingClientRect();
-            times.push(performance.now() - start);
-        }
-        return times.sort((a, b) => a - b)[1];
-    """
-    assert driver.execute_script(code) < 1000  # ms; a tenth of it where nothing else runs
-    assert js(driver, "document.querySelectorAll('#run-table tbody tr').length") == 100
-
-
-@pytest.fixture(scope="module")
-def every_task(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A page of some committed runs of every task, so many that the bar has several lines."""
-    folder = tmp_path_factory.mktemp("every")
-    for record, samples in examples(RESULTS, tasks=3):
-        put(folder, record, samples)
-    return write_report(Store(folder), folder / "report.html").as_uri()
-
-
-@pytest.mark.parametrize("width", [1000, 1200, 1600])
-def test_the_bar_covers_no_heading_and_dates_fit(driver: Any, every_task: str, width: int) -> None:
-    browser.resize(driver, width, 1000)
-    opened(driver, every_task)
-    browser.scheme(driver, "light")  # and jumps without scrolling
-    for section in ("frontier", "runs", "tables", "provenance"):
-        driver.execute_script("document.querySelector(`nav a[href='#${arguments[0]}']`).click()", section)
-        gap = "document.querySelector('#' + arguments[0] + ' h2').getBoundingClientRect().top - \
-               document.getElementById('filters').getBoundingClientRect().bottom"
-        assert js(driver, gap, section) >= 0
-    for task in js(driver, "[...document.querySelectorAll('#tasks button')].map(button => button.dataset.task)"):
-        driver.execute_script("document.querySelector(`#tasks button[data-task='${arguments[0]}']`).click()", task)
-        box = "(({ clientWidth, scrollWidth }) => [clientWidth, scrollWidth])(document.querySelector('#runs .scroll'))"
-        room, wanted = js(driver, box)
-        if width >= 1200 and task == "ppl":
-            assert wanted <= room
-    assert js(driver, "document.querySelector('#run-table th:last-child').title") == "Measured on (UTC)"
-
-
-def test_columns_that_are_left_out_are_shown_when_asked_for(driver: Any, every_task: str) -> None:
-    browser.resize(driver, 1200, 1000)
-    opened(driver, f"{every_task}#?task=ppl")
-    shown = (
-        "[...document.querySelectorAll('#run-table th')].filter(head => head.offsetWidth).map(head => head.textContent)"
-    )
-    before = js(driver, shown)
-    assert "Meas." not in before
-    assert {"Method", "Eff.", "PPL", "Date"} <= set(before)
-    driver.execute_script("document.getElementById('columns').click()")
-    assert {"Meas.", "Paper", "p99", *before} == set(js(driver, shown)) - {"Δppl"}
-
-
-def test_the_page_opens_on_the_main_model(driver: Any, every_task: str) -> None:
-    records = read_records(Store(Path(every_task.removeprefix("file://")).parent))[0]
-    opened(driver, f"{every_task}#?task=ppl")
-    main = main_model(records)
-    assert f" {main} on " in js(driver, "document.getElementById('plot-protocol').selectedOptions[0].textContent")
-    assert f" {main} on " in js(driver, "document.querySelector('details.protocol[open] summary').textContent")

@@ -90,12 +90,6 @@ def test_a_standard_error_stands_beside_its_number() -> None:
     assert [cell.error for cell in shown_cells(two, by_signature(records), REFERENCE)] == [None]
 
 
-def test_a_run_that_failed_says_why() -> None:
-    records = [record("one", status="unsupported", reason="head_dim 96", metrics={})]
-    [cell, *_] = shown_cells(experiment(records), by_signature(records), REFERENCE)
-    assert (cell.value, cell.reason) == (None, "unsupported: head_dim 96")
-
-
 def test_of_several_records_the_youngest_that_is_done_counts() -> None:
     times = [made.provenance(started=datetime(2026, 1, day, tzinfo=UTC), dtype=f"float{day}") for day in (1, 2, 3)]
     base = made.config("one", "2")

@@ -11,7 +11,6 @@ from kvq.report.__main__ import main
 from kvq.report.figures.every import main as figures_main
 from kvq.report.figures.perplexity import needle_grid, needles_figure
 from kvq.report.tables.build import build_tables
-from kvq.report.tables.formats import csv, latex, markdown
 from kvq.report.tables.layout import Row, Table, columns_of
 from kvq.results import Record, Store
 from tests.results import made
@@ -106,17 +105,6 @@ def test_columns_follow_from_what_was_measured(store: Store) -> None:
     assert "Full precision in another batch order changed 12.5% of the items." in notes
     assert "p at most 0.05: kivi 4." in notes
     assert "perplexity" not in notes
-
-
-def test_every_format_has_these_columns(store: Store) -> None:
-    table = only(store)
-    assert "| Accuracy (%) |" in markdown(table)
-    assert "Perplexity" not in markdown(table)
-    assert r"Bit-mixing (\%) &" in latex(table)
-    lines = csv(table).splitlines()
-    assert "accuracy[length=256]" in lines[0]
-    assert "p_holm" in lines[0]
-    assert "perplexity" not in lines[0]
 
 
 def test_the_heat_map_is_the_samples(store: Store, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

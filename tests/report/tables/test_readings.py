@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
 import scipy.stats
 
+from kvq.report.html import list_metrics, shown_metrics
+from kvq.report.tables.build import build_tables
 from kvq.report.tables.experiments import Asked, CellRun, address, by_signature, shown_cells
+from kvq.report.tables.layout import measured
 from kvq.report.tables.readings import read_reference, read_statistic
-from kvq.results import Record
+from kvq.results import Record, Store
+from kvq.results.metrics import METRICS, metric_of
 from tests.report.tables.test_experiments import experiment
 from tests.results import made
 
@@ -101,3 +106,42 @@ def test_a_cell_shows_a_statistic_of_all_its_runs() -> None:
     cell = Asked({"method": "one"}, "median of delta_perplexity", (CellRun("x", address(lacking[0]).signature),))
     [shown] = shown_cells(experiment(lacking, cells=(cell,), table=None), by_signature(lacking), read_reference())
     assert shown.reason == "the run has no metric 'median of delta_perplexity'"
+
+
+QUIZ = {"name": "quiz", "questions": 8}
+
+
+def put(store: Store, method: str, value: float, unit: str | None) -> Record:
+    units = {} if unit is None else {"accuracy": unit}
+    config = made.config(method, "2", QUIZ)
+    return store.put(
+        made.record(method, "2", settings=config, task="quiz", metrics={"accuracy": value}, units=units), []
+    )
+
+
+@pytest.mark.parametrize(
+    ("value", "unit", "title", "text"),
+    [(75.0, "%", "accuracy (%)", "75.0000"), (0.75, "fraction", None, "75.0"), (0.75, None, None, "75.0")],
+)
+def test_a_number_has_the_unit_of_its_record(
+    tmp_path: Path, value: float, unit: str | None, title: str | None, text: str
+) -> None:
+    store = Store(tmp_path)
+    put(store, "kivi", value, unit)
+    (table,) = build_tables(store).tables
+    (column,) = measured(table)
+    assert (column.title, column.cell(table.rows[0])) == (title or METRICS["accuracy"].title, text)
+
+
+def test_two_units_of_a_metric_stand_in_two_columns_and_the_page_shows_one(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    records = [put(store, "kivi", 75.0, "%"), put(store, "nsn", 0.5, "fraction")]
+    (table,) = build_tables(store).tables
+    shown = {column.title: [column.cell(row) for row in table.rows] for column in measured(table)}
+    assert {title: sorted(cells) for title, cells in shown.items()} == {
+        "accuracy (%)": ["75.0000", "–"],
+        METRICS["accuracy"].title: ["50.0", "–"],
+    }
+    described = list_metrics(records)
+    assert described == {"accuracy": metric_of("accuracy", "%")}
+    assert [shown_metrics(record, described) for record in records] == [["accuracy"], []]

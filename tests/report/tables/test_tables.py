@@ -13,7 +13,7 @@ from kvq.errors import RecordError
 from kvq.report.comparisons import widths
 from kvq.report.labels import by_bits
 from kvq.report.tables.build import build_tables
-from kvq.report.tables.layout import COLUMNS, Row, Table, fixed
+from kvq.report.tables.layout import COLUMNS, Row, Table
 from kvq.results import Record, Store
 from kvq.results.noise import FRONTIER_RULE, NOISE_RULE
 from kvq.results.presets import parse_label
@@ -119,14 +119,6 @@ def test_one_window_has_no_error_and_no_verdict(store: Store) -> None:
     assert not any(note.startswith(("±", "≈", "Bold", "A difference")) for note in table.notes)
 
 
-def test_lost_samples_are_said(store: Store) -> None:
-    runs = sweeps.sweep(store)
-    store.samples_path(runs["good 3"].key).unlink()
-    table = only(store)
-    assert any("good: whether perplexity falls from 2 to 3 bits cannot be told: the samples" in n for n in table.notes)
-    assert not row_of(table, runs["good 3"]).best
-
-
 def test_failed_and_unsupported_are_a_dash_with_the_reason(store: Store) -> None:
     runs = sweeps.sweep(store)
     full = runs["fp16"].key
@@ -154,14 +146,6 @@ def test_stale_rows_are_marked_not_hidden(store: Store) -> None:
     assert sum(note.startswith("† stale") for note in table.notes) == 1
 
 
-def test_dtype_of_full_precision_is_said(store: Store) -> None:
-    metrics = {"perplexity": 10.0, "effective_bits": 16.0}
-    store.put(made.record("fp16", provenance=made.provenance(dtype="bfloat16"), metrics=metrics))
-    table = only(store)
-    assert cells(table.rows[0])["Bits"] == "bfloat16"
-    assert any("(bfloat16: 16 bits per element)" in note for note in table.notes)
-
-
 def test_one_table_per_protocol(store: Store) -> None:
     kinds = [
         {},
@@ -186,45 +170,6 @@ def test_one_table_per_protocol(store: Store) -> None:
     assert [table.slug for table in tables] == sorted(table.slug for table in tables)
 
 
-def test_runs_of_one_name_are_told_apart(store: Store) -> None:
-    def residual(size: int, value: int | None = None) -> dict[str, Any]:
-        return {"residual": {"key": {"size": size}, "value": {"size": value or size}}}
-
-    for bits, kind in (("2", residual(32)), ("2", residual(128)), ("3", residual(128)), ("2", residual(32, 64))):
-        store.put(made.record("kivi", bits, settings=made.config("kivi", bits) | kind))
-    store.put(made.record("nsn", "2", settings=made.config("nsn", "2") | residual(32)))
-    table = only(store)
-    assert sorted((row.name, row.bits) for row in table.rows) == [
-        ("kivi, key residual 32, value residual 64", "2"),
-        ("kivi, residual 128", "2"),
-        ("kivi, residual 128", "3"),
-        ("kivi, residual 32", "2"),
-        ("nsn", "2"),
-    ]
-    assert "Residual of kivi, residual 32, nsn: size=32." in table.notes
-
-
-def test_a_residual_that_all_share_names_nobody(store: Store) -> None:
-    size = {"residual": {"key": {"size": 32}, "value": {"size": 32}}}
-    names = [f"method{place}" for place in range(7)]
-    for name in names:
-        store.put(made.record(name, "2", settings=made.config(name, "2") | size))
-    assert "Residual: size=32." in only(store).notes
-    other = {"residual": {"key": {"size": 64}, "value": {"size": 64}}}
-    store.put(made.record("nsn", "2", settings=made.config("nsn", "2") | other))
-    notes = only(store).notes
-    assert f"Residual of {', '.join(names[:5])} and 2 more: size=32." in notes
-    assert "Residual of nsn: size=64." in notes
-
-
-def test_every_difference_is_named_and_none_is_a_hash(store: Store) -> None:
-    for value in (1, 2):
-        settings = made.config("kivi", "2") | {"method": dict.fromkeys("abcdefgh", value)}
-        store.put(made.record("kivi", "2", settings=settings))
-    names = sorted(row.name for row in only(store).rows)
-    assert names == ["kivi, " + ", ".join(f"{name} {value}" for name in "abcdefgh") for value in (1, 2)]
-
-
 def test_a_sweeps_own_runs_with_their_baseline(store: Store) -> None:
     runs = sweeps.sweep(store)
     table = only(store, keys=[runs["good 2"].key])
@@ -234,18 +179,6 @@ def test_a_sweeps_own_runs_with_their_baseline(store: Store) -> None:
     assert any(runs["fp16"].key[:12] in note and "no record" in note for note in table.notes)
 
 
-def test_broken_files_do_not_stop_the_others(store: Store) -> None:
-    sweeps.sweep(store)
-    (store.runs / "torn.json").write_text("{")
-    found = build_tables(store)
-    assert len(found.tables) == 1
-    assert [broken.path.name for broken in found.broken] == ["torn.json"]
-
-
-def test_an_empty_store_has_no_tables(store: Store) -> None:
-    assert build_tables(store).tables == ()
-
-
 def test_labels() -> None:
     assert parse_label("3") == (3.0, 3.0)
     assert parse_label("k3v2.5") == (3.0, 2.5)
@@ -253,21 +186,6 @@ def test_labels() -> None:
     assert sorted(["", "10", "k3v2", "2", "3", "x"], key=by_bits) == ["2", "k3v2", "3", "10", "", "x"]
     runs = [made.record("kivi", bits) for bits in ("4", "k3v2", "k2v3", "", "2")]
     assert [(low.bits, high.bits) for low, high in widths(runs)] == [("2", "k2v3"), ("k3v2", "4")]
-
-
-@pytest.mark.parametrize(
-    ("value", "digits", "signed", "text"),
-    [
-        (1.23456, 3, False, "1.235"),
-        (-0.00001, 3, True, "+0.000"),
-        (0.5, 2, True, "+0.50"),
-        (-2.5, 1, True, "-2.5"),
-        (123456.7, 3, False, "1.23e+05"),
-        (9999.0, 3, False, "9999.000"),
-    ],
-)
-def test_numbers(value: float, digits: int, signed: bool, text: str) -> None:
-    assert fixed(value, digits, signed) == text
 
 
 def test_twins_do_not_take_each_other_off_the_frontier(store: Store) -> None:

@@ -11,7 +11,6 @@ from kvq.config.identity import canonical
 from kvq.report.wandb import entry_of, sample_table, sweep_of
 from kvq.results import Store
 from tests.report import sweeps
-from tests.results import made
 
 
 def test_an_entry_is_the_record_under_a_stable_name(tmp_path: Path) -> None:
@@ -41,10 +40,6 @@ def test_an_entry_is_the_record_under_a_stable_name(tmp_path: Path) -> None:
 )
 def test_a_sweep_is_named_by_its_command(command: str, group: str | None) -> None:
     assert sweep_of(command) == group
-
-
-def test_a_given_group_wins() -> None:
-    assert entry_of(made.record("kivi", "2"), "mine")["group"] == "mine"
 
 
 def test_samples_as_a_table() -> None:

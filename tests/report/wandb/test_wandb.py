@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import socket
-import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,7 +12,7 @@ from typing import Any
 import pytest
 
 from kvq.cli import main as run
-from kvq.config.run import NoLogger, WandbLogger, WandbMode
+from kvq.config.run import WandbLogger, WandbMode
 from kvq.report import wandb as tracking
 from kvq.report.wandb import VIEW, CannotTrack, Tracker, workspace_of
 from kvq.report.wandb import main as sync
@@ -85,14 +84,6 @@ def _holds_samples_and_figure(found: OfflineRun, record: Record, store: Store) -
 
 
 @pytest.mark.slow
-def test_a_name_that_looks_like_a_formula_is_drawn_and_sent(store: Store, runs: dict[str, Record]) -> None:
-    record = sweeps.put_run(store, "good/$x_{$", "2", sweeps.losses(0.2, 0.01, 13), runs["fp16"], 2.1)
-    Tracker(OFFLINE, store).push(record)
-    (found,) = offline_runs(store.root).values()
-    assert found.media("figures/windows").read_bytes()[:4] == b"\x89PNG"
-
-
-@pytest.mark.slow
 def test_sync_sends_what_is_not_there_yet(
     store: Store, runs: dict[str, Record], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -121,23 +112,6 @@ def test_a_sweep_logs_its_runs_and_their_baseline(tmp_path: Path, capsys: pytest
     assert {one.run.run_group for one in found.values()} == {"mine"}
 
 
-@pytest.mark.slow
-@pytest.mark.long
-def test_without_login_a_sweep_says_so_once_and_is_measured(tmp_path: Path) -> None:
-    """In a process of its own, as whoever has no account runs it."""
-    given = [*small_run(tmp_path), f"results_dir={tmp_path / 'results'}", "logger=wandb"]
-    done = subprocess.run(
-        [sys.executable, "run.py", "-m", *given, "method=kivi", "bits=2,4"],
-        cwd=Path(__file__).resolve().parents[3],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert done.stderr.count("warning: ") == 1
-    assert "warning: logger=wandb: not logged in to Weights & Biases" in done.stderr
-    assert len(Store(tmp_path / "results").scan()[0]) == 3
-
-
 @pytest.mark.parametrize(
     ("named", "given", "mode"),
     [
@@ -150,26 +124,6 @@ def test_without_login_a_sweep_says_so_once_and_is_measured(tmp_path: Path) -> N
 def test_the_mode_of_the_environment(named: str, given: WandbMode, mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WANDB_MODE", named)
     assert WandbLogger(mode=given).mode == mode
-
-
-def test_an_environment_without_such_a_mode(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
-    monkeypatch.setenv("WANDB_MODE", "oflline")
-    assert run(["logger=wandb", "plan=true"]) == 1
-    assert said(capsys) == ["error: WANDB_MODE=oflline: one of online, offline, disabled. Did you mean 'offline'?"]
-
-
-@pytest.mark.slow
-def test_an_offline_environment_needs_no_login(
-    store: Store, runs: dict[str, Record], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("WANDB_MODE", "offline")
-    tracking.track(WandbLogger(), store, runs["good"])
-    assert not said(capsys)
-    assert len(offline_runs(store.root)) == 2
-    monkeypatch.setenv("WANDB_MODE", "disabled")
-    monkeypatch.setattr(wandb, "init", lambda **given: pytest.fail("sent"))
-    tracking.track(WandbLogger(), store, runs["good"])
-    assert not said(capsys)
 
 
 def said(capsys: pytest.CaptureFixture[str]) -> list[str]:
@@ -235,27 +189,11 @@ def test_a_run_that_is_only_partly_there_is_still_ended(
     assert ended == [0]
 
 
-def test_no_logger_imports_nothing(store: Store, runs: dict[str, Record], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "wandb", None)
-    tracking.track(NoLogger(), store, runs["good"])
-    assert not (store.root / "wandb").exists()
-
-
 def test_sync_without_records_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert sync(["--results", str(tmp_path / "none")]) == 1
     assert said(capsys)[0].startswith("error: no records under ")
     assert sync(["--results", str(tmp_path / "none"), "--project", "a/b"]) == 1
     assert said(capsys) == ["error: logger.project=a/b: 1 to 128 characters, none of / \\ # ? % :"]
-
-
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # the library's own
-def test_the_workspace_shows_bits_against_quality() -> None:
-    pytest.importorskip("wandb_workspaces", reason="needs wandb-workspaces (pip install -e '.[wandb]')")
-    made_of = workspace_of(WandbLogger(project="mine"), "me")
-    assert (made_of.entity, made_of.project, made_of.name) == ("me", "mine", "kvq")
-    plots = [(panel.x.name, panel.y.name) for panel in made_of.sections[0].panels]
-    assert plots[:2] == [("effective_bits", "delta_nll"), ("effective_bits", "kl_mean")]
-    assert [section.name for section in made_of.sections] == ["Bits and quality", "Figures", "What sets runs apart"]
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # the library's own
