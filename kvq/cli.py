@@ -13,6 +13,7 @@ from contextlib import contextmanager, redirect_stderr, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING
+from unittest.mock import patch
 
 import hydra
 from hydra._internal.utils import get_args_parser  # Hydra has no public way to its own flags
@@ -24,7 +25,7 @@ from kvq import __version__
 from kvq.config import CONFIG_NAME, VERSION_BASE, compose, conf_dir, plugins, resolve
 from kvq.config.bits import check_range
 from kvq.config.composing import register
-from kvq.config.explain import COMPOSE_ERRORS, explain, help_text, setting_of, value_for_choice
+from kvq.config.explain import COMPOSE_ERRORS, USAGE, explain, overview, setting_of, value_for_choice
 from kvq.config.layout import LayoutConfig
 from kvq.config.method import with_current_names
 from kvq.errors import ConfigError, KvqError, Unsupported, check_path, printable
@@ -94,7 +95,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _complain(str(error), error, BAD_INPUT)
     with plugins.using(flags.config_dir):
         if flags.help:
-            print(help_text())
+            print(f"{USAGE}\n\n{overview()}")
             return OK
         return _run(given, flags.overrides)
 
@@ -156,24 +157,12 @@ def _hydra_environment(given: Sequence[str]) -> Iterator[None]:
     It reads `sys.argv`, hides exceptions unless told not to, and wants a folder for its `multirun.yaml`. Workers of a
     launcher find the modules of `--config-dir` by `PYTHONPATH`.
     """
-    changed = {"HYDRA_FULL_ERROR": "1"}
-    if (own := plugins.folder_in_use()) is not None:
-        changed["PYTHONPATH"] = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH", ""), str(own)]))
     with tempfile.TemporaryDirectory(prefix="kvq-") as scratch:
-        changed["KVQ_SCRATCH"] = scratch
-        before = {name: os.environ.get(name) for name in changed}
-        words = sys.argv
-        os.environ.update(changed)
-        sys.argv = [words[0] if words else "kvq", *given]
-        try:
+        changed = {"HYDRA_FULL_ERROR": "1", "KVQ_SCRATCH": scratch}
+        if (own := plugins.folder_in_use()) is not None:
+            changed["PYTHONPATH"] = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH", ""), str(own)]))
+        with patch.dict(os.environ, changed), patch.object(sys, "argv", [*(sys.argv[:1] or ["kvq"]), *given]):
             yield
-        finally:
-            sys.argv = words
-            for name, value in before.items():
-                if value is None:
-                    del os.environ[name]
-                else:
-                    os.environ[name] = value
 
 
 def _measuring() -> tuple[ModuleType, ModuleType]:

@@ -153,10 +153,7 @@ class Arm:
 def arms(codec: Codec, subsets: bool = False) -> list[Arm]:
     """The codec with every prefix of its stages, from none to all; with `subsets`, every choice of them, in order.
 
-    An arm whose chain cannot be built is left out.
-
-    Raises:
-        Unsupported: more than `MAX_SUBSET_STAGES` stages to choose subsets of.
+    `Unsupported` where there are more than `MAX_SUBSET_STAGES` stages to choose subsets of.
     """
     names = [name for name, _ in codec.stages]
     if subsets and len(names) > MAX_SUBSET_STAGES:
@@ -299,10 +296,7 @@ def shares_tokens(codec: Codec) -> bool:
 def without_tokens(
     codec: Codec, x: States, positions: Int[Tensor, " sinks"], group: int, rope: Rope | None
 ) -> tuple[float, float]:
-    """Relative errors of the other tokens in groups with `positions`: with these tokens in the group, and without.
-
-    Each group is encoded as one block. The two errors are equal where no tokens share a scale.
-    """
+    """Relative errors of the other tokens in groups (blocks) with `positions`: with these tokens, and without."""
     sums = [0.0, 0.0, 0.0]
     for number in sorted({int(position) // group for position in positions}):
         start, end = number * group, min((number + 1) * group, x.shape[2])

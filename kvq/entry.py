@@ -92,8 +92,4 @@ def _stop(number: int, frame: FrameType | None) -> NoReturn:
     with suppress(OSError):
         os.write(2, line.encode())  # without the buffers of stderr, which may be in use
     _stopped.append(128 + number)
-    while frame is not None:
-        if frame.f_code.co_filename.startswith("<frozen importlib"):  # an extension would make an error of its own
-            os._exit(128 + number)
-        frame = frame.f_back
     sys.exit(128 + number)

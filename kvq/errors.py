@@ -5,9 +5,7 @@ from __future__ import annotations
 import difflib
 import os
 import unicodedata
-from collections.abc import Iterable, Mapping
-from pathlib import Path
-from typing import Any
+from collections.abc import Iterable
 
 MAX_SEED = 2**32 - 1
 MAX_RESAMPLES = 10**6
@@ -48,11 +46,6 @@ def printable(text: str) -> str:
         return text
     kept = text.expandtabs(4)
     return "".join(character for character in kept if character == "\n" or unicodedata.category(character)[0] != "C")
-
-
-def first_line(error: Exception) -> str:
-    """The first line of what another library's error says, or the error's type where it says nothing."""
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 def one_line(error: BaseException, most: int | None = None) -> str:
@@ -114,16 +107,3 @@ def check_path(setting: str, path: str | None) -> None:
         pass
     except (OSError, ValueError) as error:
         raise ConfigError(f"{setting}={str(path)[:40]!r}...: {reason_of(error)}") from error
-
-
-def check_codec(setting: str, given: Any) -> None:
-    """Raise `ConfigError` naming `setting` for what cannot be a codec, whose parts are checked when it is built."""
-    if given is not None and not isinstance(given, Mapping):
-        raise ConfigError(f"{setting}={given}: a codec (stages, order and quantizer), or null")
-
-
-def check_folder(setting: str, path: str) -> None:
-    """Raise `ConfigError` naming `setting` for what is no folder and cannot become one by its name."""
-    check_path(setting, path)
-    if not Path(path).is_dir() and os.path.lexists(path):
-        raise ConfigError(f"{setting}={path}: not a folder")

@@ -41,13 +41,7 @@ from kvq.tasks.measurement import Baseline, Measurement, task_of
 
 
 class Prepared:
-    """A run before it is measured. Nothing here reads weights; each part is computed when it is first needed.
-
-    Attributes:
-        inputs: model, tokenizer and texts, loaded when first needed.
-        task: the evaluation protocol.
-        store: the folder of its record.
-    """
+    """A run before it is measured. Nothing here reads weights; each part is computed when it is first needed."""
 
     def __init__(self, config: Config) -> None:
         self.config, self.inputs = config, Inputs(config)
@@ -67,12 +61,7 @@ class Prepared:
 
     @functools.cached_property
     def method(self) -> Method:
-        """Its method, checked against model and task.
-
-        Raises:
-            ConfigError: settings that fit no method, model or task.
-            Unsupported: bits, a head dim or a protocol that the method cannot do.
-        """
+        """Its method, checked against model and task; `ConfigError` or `Unsupported` where it does not fit."""
         method = method_of(self.config, *self.inputs.head_dims)
         if method.depends_on_model and self.inputs.reads_weights:
             method = method.for_model(text_config_of(self.config.model))
@@ -148,14 +137,11 @@ Baselines = dict[str, Baseline]
 
 
 def run(config: Config, words: Words = lambda: None, baselines: Baselines | None = None) -> Record:
-    """The record of this run: the stored one if it is usable, else a new measurement after its baseline.
+    """The record of this run, `done` or `unsupported`: the stored one if usable, else a new measurement.
 
     Args:
-        config: the run.
         words: its overrides, which a new record keeps as a command; not called for a run that is on record.
         baselines: those that the same command has looked up; a new one is added.
-
-    The record's status is `done`, or `unsupported` where the method cannot do this run.
 
     Raises:
         KvqError: bad input; if measuring had begun, a record with status `failed` is stored first.
@@ -163,7 +149,10 @@ def run(config: Config, words: Words = lambda: None, baselines: Baselines | None
     prepared = Prepared(config)
     if config.threads is not None:
         torch.set_num_threads(config.threads)
-    done, baseline, refused = _usable_record(prepared), None, None
+    state, baseline, refused = prepared.state, None, None
+    if state.name == "pending" and state.why:
+        print(printable(f"{state.why}; measuring again"), file=sys.stderr)
+    done = state.record if state.name == "done" and not _is_repeated(config) else None
     try:
         if done is None:
             prepared.store.check_writable()
@@ -196,26 +185,13 @@ def _changed_weights(inputs: Inputs, method: Method) -> Iterator[None]:
 
 def _is_repeated(config: Config) -> bool:
     """Whether a run is measured again that is done: by force, or for a file that only a measurement writes."""
-    return config.force or bool(_files_written(config))
-
-
-def _files_written(config: Config) -> dict[str, Any]:
-    """Settings of the task that name files which the run writes."""
-    return {name: given for name in config.task.outputs if (given := getattr(config.task, name)) is not None}
-
-
-def _usable_record(prepared: Prepared) -> Record | None:
-    """The record on disk, unless it failed, is stale or cannot be read: such runs are measured again."""
-    state = prepared.state
-    if state.name == "pending" and state.why:
-        print(printable(f"{state.why}; measuring again"), file=sys.stderr)
-    return None if state.name != "done" or _is_repeated(prepared.config) else state.record
+    return config.force or any(getattr(config.task, name) is not None for name in config.task.outputs)
 
 
 def _run_baseline(prepared: Prepared, words: Words, known: Baselines) -> Baseline:
     """The full-precision run; only `method=fp16 force=true` or unreadable samples repeat it."""
     config = replace(full_precision(prepared.config), force=False)
-    if outputs := _files_written(config):
+    if outputs := config.task.outputs:
         config = replace(config, task=replace(config.task, **dict.fromkeys(outputs)))
     name = repr(config)
     if name in known:

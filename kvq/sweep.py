@@ -20,9 +20,8 @@ class Sweep:
     """The runs of one command: `add` each, then `finish`."""
 
     def __init__(self, total: int) -> None:
-        self._bar = tqdm(
-            total=total, desc="sweep", unit="run", disable=None if total > 1 else True, position=1, leave=False
-        )
+        shown = None if total > 1 else True
+        self._bar = tqdm(total=total, desc="sweep", unit="run", disable=shown, position=1, leave=False)
         self._keys: dict[str, set[str]] = {}
 
     def add(self, config: Config, record: Record | None) -> None:

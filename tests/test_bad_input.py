@@ -16,10 +16,6 @@ from tests.random_models import save_random_model
 from tests.sweeps import small_run
 
 NAMES = [
-    (
-        ["method=kvpress"],
-        "^error: method=kvpress: its release 0.5.5 requires transformers<5.3, and its presses read cache_pos",
-    ),
     (["task=[1,2]"], r"task=\[1,2\]: unknown task"),
     (["model=[null]"], r"model=\[null\]: unknown model"),
     (["task=pll"], "task=pll: unknown task; .*Did you mean 'ppl'"),

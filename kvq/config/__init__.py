@@ -3,16 +3,13 @@
 from kvq.config.choices import CONFIG_NAME, conf_dir
 from kvq.config.composing import VERSION_BASE, compose, full_precision, resolve, resolve_part
 from kvq.config.method import MethodConfig
-from kvq.config.run import DEVICE_MAPS, Attention, Config, DatasetConfig, Dtype, Loader, ModelConfig, OutliersConfig
+from kvq.config.run import Config, DatasetConfig, Dtype, Loader, ModelConfig, OutliersConfig
 from kvq.config.task import TaskConfig
-from kvq.config.tasks import BootstrapConfig, PplConfig, Scoring, Windows
+from kvq.config.tasks import PplConfig, Scoring, Windows
 
 __all__ = [
     "CONFIG_NAME",
-    "DEVICE_MAPS",
     "VERSION_BASE",
-    "Attention",
-    "BootstrapConfig",
     "Config",
     "DatasetConfig",
     "Dtype",

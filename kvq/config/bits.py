@@ -13,7 +13,6 @@ from kvq.errors import ConfigError, Unsupported
 MIN_BITS, MAX_BITS = 1, 16
 MIN_REAL = 0.5
 """Least bits of a method that takes any number, a mean over components of different widths."""
-_FORMS = f"{MIN_BITS}-{MAX_BITS} such as 3, k3v2 (keys 3, values 2), {{key: 3, value: 2}} or, in Python, (3, 2)"
 
 
 @dataclass(frozen=True)
@@ -31,9 +30,8 @@ class Bits:
 
 def mean_label(layers: Sequence[Bits]) -> str:
     """The label of layers with bits of their own: means over the layers, such as `"3.25"` or `"k4v2.5"`."""
-    key, value = (
-        f"{round(sum(bits) / len(bits), 3):g}" for bits in zip(*((b.key, b.value) for b in layers), strict=True)
-    )
+    sides = [layer.key for layer in layers], [layer.value for layer in layers]
+    key, value = (f"{round(sum(bits) / len(bits), 3):g}" for bits in sides)
     return key if key == value else f"k{key}v{value}"
 
 
@@ -84,7 +82,7 @@ class BitsByLayerConfig:
 
     def layers(self, bits: Bits) -> list[Bits]:
         """Bits of each layer, means where its heads have bits of their own."""
-        return [Bits(*(mean_width(widths) for widths in pair)) for pair in self.widths(bits)]
+        return [Bits(*map(mean_width, pair)) for pair in self.widths(bits)]
 
     def distinct_bits(self, bits: Bits) -> list[Bits]:
         """Every different pair of bits at which the method has to be composed for some layer or head."""
@@ -95,8 +93,7 @@ class BitsByLayerConfig:
 def bits_per_head(key: Widths, value: Widths) -> tuple[list[Bits | None], list[Bits | None]]:
     """Bits at which to compose the method for each KV head of a layer: a list for keys and one for values.
 
-    The head's codec is the key (or value) codec of the method at those bits; None: the head stays in full precision. A
-    side whose heads share one width has a list of one.
+    None: the head stays in full precision. A side whose heads share one width has a list of one.
     """
     first = Bits(first_width(key), first_width(value))
 
@@ -146,8 +143,11 @@ def parse_bits(given: Any, real: bool = False) -> Bits:
         sides = tuple(given)
     numbers = [number for side in sides if (number := _number(side, real)) is not None]
     if len(numbers) < 2 or not all((MIN_REAL if real else MIN_BITS) <= number <= MAX_BITS for number in numbers):
-        allowed = f"whole numbers {_FORMS}; fractions from {MIN_REAL} where a method takes them"
-        raise ConfigError(f"bits={'null' if given is None else given}: {allowed}")
+        shown = "null" if given is None else given
+        raise ConfigError(
+            f"bits={shown}: whole numbers {MIN_BITS}-{MAX_BITS} such as 3, k3v2 (keys 3, values 2), "
+            f"{{key: 3, value: 2}} or, in Python, (3, 2); fractions from {MIN_REAL} where a method takes them"
+        )
     return Bits(*numbers)
 
 

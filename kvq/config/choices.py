@@ -2,10 +2,9 @@
 
 A table is a file whose name begins with an underscore and that has `rows`: choices that differ in a few settings, such
 as the ablations of a method. The row `no_shift` of `conf/method/nsnquant/_presets.yaml` is the choice
-`nsnquant/no_shift`, as a file of this name in the same folder would be. Every row has its one-line description,
-`about`, and settings as a file has them. `both` stands for `key` and `value` with the same settings, where
-`${kvbits:side}` means the bits of each. The table's `defaults` are those of its rows without their own, and its
-`package` says where the settings go (Hydra's `@package`). Hydra finds rows in its ConfigStore.
+`nsnquant/no_shift`. A row has its one-line description, `about`, and settings as a file has them. `both` stands for
+`key` and `value` with the same settings, where `${kvbits:side}` means the bits of each. The table's `defaults` are
+those of rows without their own, its `package` is Hydra's `@package`. Hydra finds rows in its ConfigStore.
 """
 
 from __future__ import annotations
@@ -62,10 +61,7 @@ class Choice:
 def conf_dir() -> Path:
     """The folder of configuration files: next to the package in a checkout, in it when installed from a wheel."""
     package = Path(__file__).resolve().parents[1]
-    for folder in (package / "conf", package.parent / "conf"):
-        if (folder / f"{CONFIG_NAME}.yaml").is_file():
-            return folder
-    raise ConfigError(f"conf: no {CONFIG_NAME}.yaml in {package / 'conf'} or {package.parent / 'conf'}; reinstall kvq")
+    return next(one for one in (package / "conf", package.parent / "conf") if (one / f"{CONFIG_NAME}.yaml").is_file())
 
 
 def choices_in(folder: Path, within: str = "*") -> Iterator[Choice]:
@@ -77,7 +73,9 @@ def choices_in(folder: Path, within: str = "*") -> Iterator[Choice]:
     for path in folder.glob(f"{within}/**/*.yaml"):
         group, *names = path.relative_to(folder).with_suffix("").parts
         if not any(name.startswith("_") for name in names):
-            found.append(Choice(group, "/".join(names), path, _about(path)))
+            comments = (line[1:].strip() for line in path.read_text(encoding="utf-8").splitlines() if line[:1] == "#")
+            about = next((comment for comment in comments if "@package" not in comment), "")
+            found.append(Choice(group, "/".join(names), path, about))
         elif path.name.startswith("_"):
             found += _rows_of(path, path.stat().st_mtime_ns, group, tuple(names[:-1]))
     yield from sorted(found, key=lambda choice: (choice.group, *choice.name.split("/")))
@@ -97,26 +95,21 @@ def _rows_of(path: Path, stamp: int, group: str, below: tuple[str, ...]) -> list
     wrong = sorted(table.keys() - _TABLE)
     if wrong or not isinstance(table["rows"], dict):
         raise ConfigError(f"{path}: a table has rows by name and may have {', '.join(sorted(_TABLE))}; not {wrong}")
-    return [
-        _row(path, table, group, "/".join([*below, str(name)]), settings) for name, settings in table["rows"].items()
-    ]
-
-
-def _row(path: Path, table: dict[str, Any], group: str, name: str, settings: Any) -> Choice:
-    """The choice in row `name` of a table of presets; settings under `both` are given to keys and values."""
-    if not isinstance(settings, dict) or not isinstance(settings.get("about"), str):
-        raise ConfigError(f"{path}: {name}: a row has about, one line that says what it is, and settings")
-    own = {setting: value for setting, value in settings.items() if setting not in ("about", "both")}
-    if (both := settings.get("both")) is not None:
-        for side in SIDES:
+    found = []
+    for last, settings in table["rows"].items():
+        name = "/".join([*below, str(last)])
+        if not isinstance(settings, dict) or not isinstance(settings.get("about"), str):
+            raise ConfigError(f"{path}: {name}: a row has about, one line that says what it is, and settings")
+        own = {"name": name} if group in _NAMED else {}
+        own |= {setting: value for setting, value in settings.items() if setting not in ("about", "both")}
+        for side in SIDES if "both" in settings else ():
             if side in own:
                 raise ConfigError(f"{path}: {name}: both and {side}; give one of them")
-            own[side] = _of_side(both, side)
-    if group in _NAMED:
-        own = {"name": name, **own}
-    if "defaults" in table:
-        own.setdefault("defaults", table["defaults"])
-    return Choice(group, name, path, settings["about"], own, table.get("package"))
+            own[side] = _of_side(settings["both"], side)
+        if "defaults" in table:
+            own.setdefault("defaults", table["defaults"])
+        found.append(Choice(group, name, path, settings["about"], own, table.get("package")))
+    return found
 
 
 def _of_side(value: Any, side: str) -> Any:
@@ -126,15 +119,6 @@ def _of_side(value: Any, side: str) -> Any:
     if isinstance(value, list):
         return [_of_side(part, side) for part in value]
     return value.replace("${kvbits:side}", f"${{kvbits:{side}}}") if isinstance(value, str) else value
-
-
-def _about(path: Path) -> str:
-    """The first comment of a file."""
-    with path.open(encoding="utf-8") as lines:
-        for line in lines:
-            if line.startswith("#") and "@package" not in line:
-                return line[1:].strip()
-    return ""
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -33,14 +33,13 @@ from kvq.config import plugins
 from kvq.config.bits import Bits, BitsByLayerConfig, first_width, parse_bits
 from kvq.config.choices import CONFIG_NAME, register_rows
 from kvq.config.limits import cache_folder
-from kvq.config.method import MethodConfig, with_current_names
+from kvq.config.method import with_current_names
 from kvq.config.run import LOGGERS, Config
 from kvq.config.task import TaskConfig
 from kvq.config.tasks import SCHEMAS
 from kvq.errors import ConfigError, did_you_mean
 
 VERSION_BASE = "1.3"
-_EXPERIMENT = "experiment"  # a group without a default choice
 
 
 class Files(NamedTuple):
@@ -75,9 +74,8 @@ def _kvbits(side: str, *, _root_: DictConfig) -> float | int:
     """The resolver `${kvbits:key}` or `${kvbits:value}`: bits of that side; with `bits_by_layer`, of layer 0."""
     bits, method = bits_of(_root_), _root_.get("method")
     own = OmegaConf.select(method, f"bits_by_layer.{side}") if OmegaConf.is_config(method) else None
-    if own:  # the settings of the method are those of its first layer
-        return first_width(own[0])
-    return {"key": bits.key, "value": bits.value}[side]
+    # The settings of the method are those of its first layer.
+    return first_width(own[0]) if own else {"key": bits.key, "value": bits.value}[side]
 
 
 def bits_of(root: DictConfig) -> Bits:
@@ -99,10 +97,7 @@ class Composition:
 def compose(overrides: Sequence[str], config_dir: str | Path | None = None) -> DictConfig:
     """Compose the run's configuration from Hydra overrides; also works while a Hydra application runs.
 
-    Args:
-        overrides: as on the command line, such as `["method=nsn", "bits=2"]`.
-        config_dir: a further folder of configuration groups and modules, as `--config-dir` gives on the command line
-            (None: the one that the process uses, if any).
+    `config_dir`: a further folder of choices and modules, as `--config-dir` (None: the one in use, if any).
     """
     return composition(overrides, config_dir).config
 
@@ -116,22 +111,21 @@ def composition(overrides: Sequence[str], config_dir: str | Path | None = None) 
 def files_of(config_dir: str | Path | None = None) -> Files:
     """The folders of choices as they are now."""
     folders = tuple(plugins.conf_dirs(config_dir))
-    if _unchanged is None:
-        return _stamp_files(folders)
-    return _unchanged.get(folders) or _unchanged.setdefault(folders, _stamp_files(folders))
-
-
-def _stamp_files(folders: tuple[Path, ...]) -> Files:
-    entries = [entry for folder in folders for entry in sorted(_stamps(folder))]
-    return Files(folders, hashlib.sha256(f"{_schemas()} {entries}".encode()).hexdigest())
+    if _unchanged is not None and folders in _unchanged:
+        return _unchanged[folders]
+    state = _schemas(), [entry for folder in folders for entry in _stamps(folder)]
+    files = Files(folders, hashlib.sha256(repr(state).encode()).hexdigest())
+    if _unchanged is not None:
+        _unchanged[folders] = files
+    return files
 
 
 @functools.cache
-def _schemas() -> str:
+def _schemas() -> Any:
     """The files that may hold schemas, as the process has imported them, and the versions of libraries."""
     packages = [Path(__file__).parent, *(plugin.folder for plugin in plugins.installed().values() if plugin.tasks)]
-    versions = hydra.__version__, omegaconf.__version__, sys.version
-    return repr((versions, [entry for package in packages for entry in sorted(_stamps(package))]))
+    entries = [entry for package in packages for entry in _stamps(package)]
+    return hydra.__version__, omegaconf.__version__, sys.version, entries
 
 
 _unchanged: dict[tuple[Path, ...], Files] | None = None
@@ -148,13 +142,10 @@ def assume_unchanged_files() -> Iterator[None]:
         _unchanged = before
 
 
-def _stamps(folder: Path) -> Iterator[tuple[str, int, int]]:
+def _stamps(folder: Path) -> list[tuple[str, int, int]]:
     """Path, time of change and bytes of every file of settings or code in a folder."""
-    for entry in os.scandir(folder):
-        if entry.is_dir():
-            yield from _stamps(Path(entry.path))
-        elif entry.name.endswith((".yaml", ".py")):
-            yield entry.path, entry.stat().st_mtime_ns, entry.stat().st_size
+    files = (path for path in folder.rglob("*") if path.suffix in (".yaml", ".py"))
+    return sorted((str(path), (state := path.stat()).st_mtime_ns, state.st_size) for path in files)
 
 
 def compose_with_hydra(folders: Sequence[Path], overrides: Sequence[str]) -> Composition:
@@ -192,12 +183,13 @@ def compose_quickly(files: Files, overrides: Sequence[str]) -> Composition | Non
 
 def _parse(files: Files, overrides: Sequence[str]) -> tuple[tuple[str, ...], list[Override]] | None:
     """Choices of groups, the last of each, and values of settings; None where an override is of another kind."""
-    chosen, values, groups = dict[str, str](), list[Override](), _groups(files)
+    chosen, values = dict[str, str](), list[Override]()
+    groups = {folder.name for root in files.folders for folder in root.iterdir() if folder.is_dir()}
     for override in map(_parse_override, overrides):
         key, added = override.key_or_group, override.is_add() or override.is_force_add()
         if override.is_hydra_override() or override.is_sweep_override() or override.package is not None or "/" in key:
             return None
-        if override.is_delete() or added != (key == _EXPERIMENT):
+        if override.is_delete() or added != (key == "experiment"):
             return None
         if key in groups:
             chosen[key] = f"{'+' * added}{key}={override.value()}"
@@ -208,16 +200,7 @@ def _parse(files: Files, overrides: Sequence[str]) -> tuple[tuple[str, ...], lis
 
 @functools.lru_cache(maxsize=4096)
 def _parse_override(override: str) -> Override:
-    return _parser().parse_override(override)
-
-
-_parser = functools.cache(OverridesParser.create)
-
-
-@functools.lru_cache(maxsize=8)
-def _groups(files: Files) -> frozenset[str]:
-    """Names of the folders that hold choices."""
-    return frozenset(entry.name for root in files.folders for entry in root.iterdir() if entry.is_dir())
+    return OverridesParser.create().parse_override(override)
 
 
 @functools.lru_cache(maxsize=512)  # of 20 kB each
@@ -228,29 +211,23 @@ def _compose_choices(files: Files, choices: tuple[str, ...]) -> bytes:
     """
     name = hashlib.sha256(repr((files.folders, choices)).encode()).hexdigest()
     path = cache_folder() / "compositions" / f"{name[:32]}.pickle"
-    with contextlib.suppress(OSError, ValueError):  # not kept, or no file of ours
-        digest, kept = path.read_bytes().split(b"\n", 1)
-        if digest == _digest(files, kept):  # else of other settings, or torn
-            return kept
+    with contextlib.suppress(Exception):  # not kept, or no file of ours
+        stamp, kept = pickle.loads(path.read_bytes())
+        if stamp == files.stamp:  # else of other settings
+            return bytes(kept)
     kept = pickle.dumps(compose_with_hydra(files.folders, choices))
     with contextlib.suppress(OSError):  # a folder that cannot be written costs time only
         path.parent.mkdir(parents=True, exist_ok=True)
         temporary = path.with_suffix(f".{os.getpid()}")
-        temporary.write_bytes(_digest(files, kept) + b"\n" + kept)
+        temporary.write_bytes(pickle.dumps((files.stamp, kept)))
         temporary.replace(path)
     return kept
-
-
-def _digest(files: Files, kept: bytes) -> bytes:
-    """Hash (hex) that ties a pickled composition to the state of the files it was made from."""
-    return hashlib.sha256(files.stamp.encode() + kept).hexdigest().encode()
 
 
 def _restore_texts(config: DictConfig, overrides: Iterable[Override]) -> None:
     """Set text settings to the words as typed, in place, because Hydra reads 1.10 and 2024_11_26 as numbers.
 
-    Raises:
-        ConfigError: a list of texts with an unquoted number that was changed.
+    `ConfigError` for a list of texts with an unquoted number that was changed.
     """
     for override in overrides:
         if override.is_delete() or override.is_sweep_override() or override.package is not None:
@@ -297,19 +274,12 @@ def resolve(cfg: DictConfig) -> Config:
     if by_layer.at is not None:
         raise ConfigError("method.bits_by_layer.at: follows from key and value; set those")
     if by_layer:  # the method is composed at the bits of each layer
-        distinct = by_layer.distinct_bits(parse_bits(config.bits, config.method.real_bits))
-        by_layer.at = {bits.label: _method_at(cfg, bits) for bits in distinct}
+        by_layer.at, whole = {}, copy.deepcopy(cfg)
+        whole.method.bits_by_layer = BitsByLayerConfig()
+        for bits in by_layer.distinct_bits(parse_bits(config.bits, config.method.real_bits)):
+            whole.bits = bits.label
+            by_layer.at[bits.label] = OmegaConf.to_object(whole.method)
     return config
-
-
-def _method_at(cfg: DictConfig, bits: Bits) -> MethodConfig:
-    """The method composed at `bits`, the same in all layers."""
-    whole = copy.deepcopy(cfg)
-    whole.bits = bits.label
-    whole.method.bits_by_layer = BitsByLayerConfig()
-    method = OmegaConf.to_object(whole.method)
-    assert isinstance(method, MethodConfig)
-    return method
 
 
 @functools.cache
@@ -362,15 +332,12 @@ def _one_line(error: OmegaConfBaseException) -> ConfigError:
     return ConfigError(f"{setting}{str(error.msg or error).splitlines()[0]}")
 
 
-@functools.cache
-def _full_precision() -> Config:
-    return resolve(compose(["method=fp16"]))
+_plain = functools.cache(lambda: resolve(compose(["method=fp16"])))
 
 
 def full_precision(config: Config) -> Config:
     """The same run without quantization: its baseline."""
-    found = _full_precision()
-    return replace(config, method=found.method, bits=found.bits, residual=found.residual)
+    return replace(config, method=_plain().method, bits=_plain().bits, residual=_plain().residual)
 
 
 OmegaConf.register_new_resolver("kvbits", _kvbits, replace=True)

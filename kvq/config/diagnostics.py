@@ -1,7 +1,4 @@
-"""The settings of tasks that score no text: diagnostics, stored caches, and time; `kvq.config.tasks` hands them on.
-
-`version` of a task is raised when its numbers would change or mean something else: records of the one before are stale.
-"""
+"""The settings of tasks that score no text: diagnostics, stored caches, and time; `kvq.config.tasks` hands them on."""
 
 from __future__ import annotations
 
@@ -25,7 +22,6 @@ class DiagnosticConfig(TaskConfig):
     """Settings of every diagnostic."""
 
     reads_cache: ClassVar[bool] = False
-    """False: the task encodes states without a cache, so its records do not depend on the cache's version."""
 
     name: str = "diagnostic"
     version: ClassVar[int] = 1
@@ -56,11 +52,9 @@ class TniConfig(CaptureConfig):
 
 @dataclass
 class ModalityConfig(DiagnosticConfig):
-    """Token norms of text and of images in prompts with an image each.
+    """Token norms of text and of images in prompts with an image each, at most `limit` (null: all).
 
-    Attributes:
-        limit: items, one prompt each; null: all.
-        layers: layers whose norms by position are kept for figures, of the first prompt, evenly spread.
+    `layers`: so many, evenly spread, whose norms by position are kept for figures, of the first prompt.
     """
 
     benchmark: ClassVar[str] = "ocrbench"
@@ -105,11 +99,9 @@ class DistributionConfig(CaptureConfig):
 
 @dataclass
 class ErrorConfig(CaptureConfig):
-    """Errors of keys, values and attention outputs after some or all stages of a method.
+    """Errors of keys, values and attention outputs after some or all stages of a method (`arms`).
 
-    Attributes:
-        arms: which stages are applied: every prefix of their order, or every subset.
-        bins: intervals of positions for which errors are also averaged.
+    `bins`: intervals of positions for which errors are also averaged.
     """
 
     name: str = "error"
@@ -164,9 +156,7 @@ class SyntheticConfig(DiagnosticConfig):
 class KnownStatesConfig(DiagnosticConfig):
     """Errors of two methods on the same states, which are one block.
 
-    Attributes:
-        against: the other method; null: none.
-        against_bits: of the other method; null: the run's.
+    `against`: the other method (null: none), at `against_bits` (null: the run's).
     """
 
     against: str | None = None
@@ -183,9 +173,7 @@ class RandomStatesConfig(KnownStatesConfig):
     """Drawn keys and values.
 
     Attributes:
-        states: their distribution.
-        tokens, heads, head_dim: of a draw.
-        draws: number of draws.
+        states: their distribution; `tokens`, `heads` and `head_dim` are of each of `draws` draws.
         seed: of the draws, apart from those of rotations.
         drift: steps of drifting states, relative to their start; `jumps`: tokens at which they start anew.
         fit_tokens: tokens drawn apart, to which calibrated tables and codebooks of a sequence are fitted.

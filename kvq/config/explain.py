@@ -24,11 +24,6 @@ from kvq.errors import ConfigError, KvqError, did_you_mean, one_line
 # OmegaConf asserts that a setting below null has something to be set in.
 COMPOSE_ERRORS = (KvqError, HydraException, OmegaConfBaseException, ValueError, AssertionError, yaml.YAMLError)
 _FEW = 10
-CANNOT_RUN = {
-    "kvpress": "its release 0.5.5 requires transformers<5.3, and its presses read cache_position, which attentions "
-    "are no longer given; kvq's own are snapkv, h2o and streamingllm"
-}
-"""Methods of other packages that kvq cannot run, and why."""
 
 
 def choices(config_dir: str | Path | None = None) -> dict[str, dict[str, str]]:
@@ -74,33 +69,28 @@ def explain(error: Exception, overrides: Sequence[str], config_dir: str | Path |
     if match := re.match(r"Could not override '([^']+)'", text):
         return _unknown_key(match[1], overrides, config_dir)
     if match := re.match(r"Error merging override (.+)", text):
-        return f"{match[1]}: {_reason(error.__cause__ or error, named=True)}"
+        return f"{match[1]}: {_reason(error.__cause__ or error)}"
     if match := re.match(r"In '(.+?)': .*:\s+Key '(\w+)' not in '", text):
         now = f"; its name is {RENAMED[match[2]]} now" if match[2] in RENAMED else ""
         return f"{match[1]}.yaml: {match[2]}: unknown setting{now}"
     if match := re.match(r"Ambiguous value for argument '(.+?)'", text):
         return f"{match[1]}: several values need -m (a sweep)"
-    if match := re.match(r"Config group override must be a string or a list. Got", text):
+    if text.startswith("Config group override must be a string or a list. Got"):
         nameless = next((f"{given}: cannot be read as setting=value" for given in overrides if given[:1] == "="), None)
         return nameless or value_for_choice(overrides, config_dir) or one_line(error)
     return _reason(error.__cause__) if isinstance(error.__cause__, OmegaConfBaseException) else one_line(error)
 
 
-def _reason(error: BaseException, named: bool = False) -> str:
-    """The message of OmegaConf without its lines about types; an unknown enum value gets a suggestion."""
-    key = None if named else getattr(error, "full_key", None)
+def _reason(error: BaseException) -> str:
+    """The first line of OmegaConf's message; an unknown enum value gets a suggestion."""
     first = " ".join(str(getattr(error, "msg", None) or error).splitlines()[0].split())
-    hint = ""
-    if match := re.search(r"Invalid value '(.+?)', expected one of \[(.+)\]", first):
-        hint = "." + did_you_mean(match[1], match[2].split(", "))
-    return f"{key}: {first}{hint}" if key and key not in first else f"{first}{hint}"
+    match = re.search(r"Invalid value '(.+?)', expected one of \[(.+)\]", first)
+    return f"{first}.{did_you_mean(match[1], match[2].split(', '))}" if match else first
 
 
 def unknown_choice(group: str, name: str, config_dir: str | Path | None = None) -> str:
     """One line for a choice that a group does not have."""
     options = list(choices(config_dir).get(group, {}))
-    if group == "method" and name in CANNOT_RUN:
-        return f"method={name}: {CANNOT_RUN[name]}"
     allowed = f"one of {', '.join(options)}" if len(options) <= _FEW else f"`python run.py ls {group}` lists all"
     return f"{group}={name}: unknown {group}; {allowed}.{did_you_mean(name, options)}{plugins.failures()}"
 
@@ -132,9 +122,6 @@ def _unknown_key(key: str, overrides: Sequence[str], config_dir: str | Path | No
     hint = did_you_mean(last, [*beside, *([] if parent else groups)])
     allowed = f"; {parent or 'the top level'} has {', '.join(beside)}." if beside else "."
     return f"{key}: unknown setting{allowed}{hint}"
-
-
-_WIDTH = 110
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -174,16 +161,11 @@ def overview() -> str:
         stems = dict.fromkeys(name.partition("/")[0] for name in names)
         shown = ", ".join(f"{stem}/" if stem not in names else stem for stem in stems)
         lines.append(f"\n{prefix}{group}=  ({len(names)})")
-        lines += textwrap.wrap(shown, _WIDTH, initial_indent="  ", subsequent_indent="  ", break_on_hyphens=False)
+        lines += textwrap.wrap(shown, 110, initial_indent="  ", subsequent_indent="  ", break_on_hyphens=False)
     return "\n".join(lines)
 
 
-def help_text() -> str:
-    """The help page: common commands, and the groups of choices."""
-    return f"{_USAGE}\n\n{overview()}"
-
-
-_USAGE = """\
+USAGE = """\
 kvq measures KV-cache quantizers: one run, or a sweep with -m. Results are JSON records under results/.
 
   python run.py method=nsn bits=3                           one run

@@ -11,7 +11,7 @@ from kvq.config.choices import SIDES
 from kvq.config.composing import full_precision
 from kvq.config.method import MODE, MethodConfig, earlier_names, with_names
 from kvq.config.residual import Policy, PrefillBlock, ResidualSide
-from kvq.config.run import Attention, Config, Mla, OutliersConfig, WindowLayers, trained_with_bos
+from kvq.config.run import Attention, Config, Mla, trained_with_bos
 from kvq.config.tasks import Windows, is_timed
 from kvq.errors import ConfigError
 
@@ -28,17 +28,18 @@ def canonical(
 ) -> dict[str, Any]:
     """The settings that decide a run's numbers, as plain JSON values; the run's key is a hash of them.
 
-    Left out are names, labels and notes, `bits` itself (the codecs have theirs, those of the
-    first layer where layers have bits of their own), device, threads, `cpu_linear`, folders, batch size,
-    `plan` and `force`, null stages, settings without effect (a stride between disjoint windows) and the residual of a
-    side that is not quantized. So an alias is the same run, and full precision is one run whatever `bits` and
-    `residual` say. Fingerprints replace weights and text, and `calibration_fingerprint` the calibration text (None: not
-    calibrated). `trained_with`: whether the model was trained with a begin-of-text token, where only its tokenizer says
-    so. For a task that measures time, `dataset_fingerprint` is the name of the machine, also stored under `machine`.
+    Left out are names, labels and notes, `bits` itself (the codecs have theirs, those of the first layer where layers
+    differ), where and how a run is computed, null stages, settings without effect and the residual of a side that is
+    not quantized: full precision is one run whatever `bits` and `residual` say. Fingerprints replace weights, text and
+    calibration text (None: not calibrated). `trained_with`: whether the model was trained with a begin-of-text token,
+    where only its tokenizer says so. For a task that measures time, `dataset_fingerprint` is the machine's name.
     """
     residual, method, cache = config.effective_residual, config.method, config.cache
-    quantized, timed = not method.is_full_precision, is_timed(config.task)
-    calibrated = quantized and calibration_fingerprint is not None
+    quantized, timed, calibration = not method.is_full_precision, is_timed(config.task), None
+    if quantized and calibration_fingerprint is not None:  # with the data set's name, for figures
+        names = ("dataset", "samples", "length", "tokens", "seed")
+        calibration = {name: getattr(method.calibration, name) for name in names}
+        calibration["fingerprint"] = calibration_fingerprint
     found: dict[str, Any] = {
         "model": _model(config, model_fingerprint),
         "dataset": {
@@ -47,8 +48,7 @@ def canonical(
             "max_tokens": config.dataset.max_tokens,
             "fingerprint": dataset_fingerprint,
         },
-        "method": canonical_method(method)
-        | _without_empty(calibration=_calibration(method, calibration_fingerprint) if calibrated else None),
+        "method": canonical_method(method) | _without_empty(calibration=calibration),
         "residual": {
             side: _bare_side(getattr(residual, side)) if getattr(method, side) or method.backend else None
             for side in SIDES
@@ -56,12 +56,11 @@ def canonical(
         "task": _task(config, trained_with),
         "seed": config.seed,
     }
-    packed, kept = cache.attention is Attention.packed, cache.window_layers is WindowLayers.keep
+    packed = cache.attention is Attention.packed
     return _plain(
         found
         | _without_empty(
             attention=cache.attention if packed and quantized and timed else None,  # scores do not depend on it
-            window_layers=cache.window_layers if kept and quantized else None,
             latent=cache.mla if cache.mla is Mla.expanded else None,  # also in full precision
             machine=dataset_fingerprint if timed else None,
         )
@@ -147,10 +146,12 @@ def names(config: Config) -> dict[str, Any]:
 def _model(config: Config, fingerprint: str) -> dict[str, Any]:
     """What decides the weights, with their rounding on loading, and how they attend.
 
-    Weights that a checkpoint has in quantized form are in its fingerprint.
+    Of outlier channels without which the sink is, the seed decides nothing; older keys have no `sink`.
     """
-    model = config.model
-    return {"dtype": model.dtype, "outliers": _outliers(model.outliers), "fingerprint": fingerprint} | _without_empty(
+    model, left_out = config.model, "sink" if config.model.outliers.sink else "seed"
+    own = {name: value for name, value in _plain(model.outliers).items() if name != left_out}
+    outliers = own if model.outliers else None
+    return {"dtype": model.dtype, "outliers": outliers, "fingerprint": fingerprint} | _without_empty(
         trust_remote_code=model.trust_remote_code,
         load_in=model.load_in if model.load_in in ("4bit", "8bit") else None,
         attn_implementation=model.attn_implementation,
@@ -160,20 +161,6 @@ def _model(config: Config, fingerprint: str) -> dict[str, Any]:
     )
 
 
-def _outliers(outliers: OutliersConfig) -> dict[str, Any] | None:
-    """The outlier channels; `sink` only where the sink lacks them, so that older keys stay valid, and then no seed."""
-    if not outliers:
-        return None
-    left_out = "sink" if outliers.sink else "seed"
-    return {name: value for name, value in _plain(outliers).items() if name != left_out}
-
-
-def _calibration(method: MethodConfig, fingerprint: str | None) -> dict[str, Any]:
-    """The calibration text, with the data set's name, for figures."""
-    wanted = ("dataset", "samples", "length", "tokens", "seed")
-    return {name: getattr(method.calibration, name) for name in wanted} | {"fingerprint": fingerprint}
-
-
 def _bare_side(side: ResidualSide) -> dict[str, Any]:
     """A side's residual, without the size where one block quantized at once has none."""
     size = None if side.policy is Policy.none and side.prefill_block is PrefillBlock.whole else side.size
@@ -181,11 +168,7 @@ def _bare_side(side: ResidualSide) -> dict[str, Any]:
 
 
 def _bare_codec(codec: Mapping[str, Any] | None) -> dict[str, Any] | None:
-    """A codec's settings without stages that are null; None: full precision.
-
-    Raises:
-        ConfigError: the codec has no stages or no order.
-    """
+    """A codec's settings without stages that are null; None: full precision."""
     if codec is None or "stages" not in codec:
         return None if codec is None else dict(codec)
     if not isinstance(codec["stages"], Mapping) or not isinstance(codec.get("order"), Sequence):

@@ -1,7 +1,4 @@
-"""The layout of an experiment's table: which run belongs to which published value, and which metric is read from it.
-
-It is not part of a run's key: a layout decides which runs there are and where their numbers appear.
-"""
+"""The layout of an experiment's table: which run belongs to which published value; no part of a run's key."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Ranges of settings, declared where a setting is (`windows: Count = 8`) and checked as it is resolved.
-
-And the prefixes of paths, and what a file holds. No torch here.
-"""
+"""Ranges of settings, declared where a setting is (`windows: Count = 8`) and checked as it is resolved."""
 
 from __future__ import annotations
 
@@ -62,16 +59,6 @@ def no_twice(setting: str, given: Sequence[Any]) -> None:
     require(len(set(given)) == len(given), setting, [str(name) for name in given], "each once")
 
 
-def above_0(setting: str, given: float) -> None:
-    """Raise `ConfigError` for what is not positive."""
-    require(given > 0, setting, given, "above 0")
-
-
-def inside_0_to_1(setting: str, given: float) -> None:
-    """Raise `ConfigError` for what is not between 0 and 1."""
-    require(0 < given < 1, setting, given, "above 0 and below 1")
-
-
 Natural = Annotated[int, least(0)]
 Count = Annotated[int, least(1)]
 Several = Annotated[int, least(2)]
@@ -79,17 +66,14 @@ Resamples = Annotated[int, between(2, MAX_RESAMPLES)]
 Seed = Annotated[int, check_seed]
 Text = Annotated[str, not_empty]
 PathName = Annotated[str, check_path]
-Positive = Annotated[float, above_0]
-Share = Annotated[float, inside_0_to_1]
+Positive = Annotated[float, lambda setting, given: require(given > 0, setting, given, "above 0")]
+Share = Annotated[float, lambda setting, given: require(0 < given < 1, setting, given, "above 0 and below 1")]
 Counts = Annotated[list[int], each(1)]
 Names = Annotated[list[str], each_once]
 
 
 def check_limits(prefix: str, settings: object) -> None:
-    """Check all settings of a dataclass whose annotations declare a range, but those that are null.
-
-    `prefix` names it in errors.
-    """
+    """Check all settings of a dataclass (`prefix`) whose annotations declare a range, but those that are null."""
     kind: Any = type(settings)
     for name, check in _checks(kind):
         if (given := getattr(settings, name)) is not None:

@@ -14,7 +14,7 @@ from kvq.config import plugins
 from kvq.config.bits import BitsByLayerConfig
 from kvq.config.limits import Count, Natural, PathName, Seed, Several, Text, check_limits
 from kvq.config.residual import ResidualConfig
-from kvq.errors import ConfigError, at_least, check_choice, check_codec
+from kvq.errors import ConfigError, at_least, check_choice, require
 
 BITS = {"quanto": (2, 4), "hqq": (1, 2, 3, 4, 8)}
 """Widths that each backend packs."""
@@ -92,9 +92,8 @@ def backend_of(given: Any) -> BackendConfig | None:
         return TypeAdapter(BackendConfig).validate_python(given)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
-        raise ConfigError(
-            f"method.backend.{'.'.join(map(str, first['loc']))}={first['input']}: {first['msg']}"
-        ) from error
+        place = ".".join(map(str, first["loc"]))
+        raise ConfigError(f"method.backend.{place}={first['input']}: {first['msg']}") from error
 
 
 TEST_TEXT = 0.05
@@ -106,9 +105,7 @@ class CalibrationConfig:
     """The data that a calibrated method is fitted to; `dataset` null: the method is not calibrated.
 
     Attributes:
-        dataset: a configuration of `conf/dataset`. Its calibration text is not the text under test: the calibration
-            split of an embedded corpus, else the split named by `split`. `pydocs+pysource`: a mixture, whose texts
-            share the samples.
+        dataset: a configuration of `conf/dataset`. `pydocs+pysource`: a mixture, whose texts share the samples.
         path: a local copy of that text (a file or a folder), as `dataset.path`; of a mixture, of its part `text`.
         split: null: `calibration` of an embedded corpus, `train` of a data set on the hub; a local text has none.
         samples, length: number of sequences and their length in tokens; drawn by `seed`.
@@ -138,7 +135,9 @@ class CalibrationConfig:
             raise ConfigError("method.calibration.split=test: never the text under test; train, or null")
 
 
-CodecSettings = Annotated[Any, check_codec]
+CodecSettings = Annotated[
+    Any, lambda setting, given: require(isinstance(given, Mapping), setting, given, "a codec (stages, order), or null")
+]
 
 
 def _with_orders(settings: Any) -> Any:

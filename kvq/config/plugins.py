@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvq.config.choices import Choice, choices_in, conf_dir, store_choice
 from kvq.config.task import TaskConfig
-from kvq.errors import ConfigError
+from kvq.errors import ConfigError, one_line
 
 if TYPE_CHECKING:
     from argparse import ArgumentParser
@@ -38,11 +38,9 @@ class Plugin:
     """What a package adds to kvq.
 
     Attributes:
-        name: of the package, as it is imported. Its folder `conf/`, if there is one, holds choices of configuration
-            groups.
+        name: of the package, as it is imported. Its folder `conf/`, if there is one, holds choices.
         tasks: name of a task -> module that defines it as `TASK`, or in `TASKS` by name.
-        settings: module whose `SCHEMAS` has the dataclass of each task's settings by its name, so that composing
-            imports no task; None: each is next to its task.
+        settings: module whose `SCHEMAS` has the dataclass of each task's settings; None: each is next to its task.
         commands: word after `kvq` -> module whose `main()` runs the command.
         modules: extension point (`figures`, `kernels`, `trellis`) -> modules that serve it when imported.
         renamed: earlier import path of a class, which keys and records keep -> its path now.
@@ -68,16 +66,9 @@ class Plugin:
 def installed() -> Mapping[str, Plugin]:
     """The plugins in use by name. One that cannot be imported is left out, with one line on stderr."""
     entries = {entry.name: entry for entry in importlib.metadata.entry_points(group=ENTRY_POINTS)}
-    selected = os.environ.get(SELECT, ",".join(entries)).split(",")
-    names = [name for name in sorted({word.strip() for word in selected}) if name in entries]
-    found = {name: plugin for name in names if (plugin := _load(entries[name])) is not None}
-    owners: dict[tuple[str, str], str] = {}
-    for name, plugin in found.items():
-        for kind in ("tasks", "commands"):
-            for word in getattr(plugin, kind):
-                if (other := owners.setdefault((kind, word), name)) != name:
-                    raise ConfigError(f"plugins {other} and {name} both register {kind[:-1]} {word}; uninstall one")
-    return found
+    selected = {word.strip() for word in os.environ.get(SELECT, ",".join(entries)).split(",")}
+    names = sorted(selected & entries.keys())
+    return {name: plugin for name in names if (plugin := _load(entries[name])) is not None}
 
 
 _failures: dict[str, str] = {}
@@ -91,10 +82,8 @@ def _load(entry: importlib.metadata.EntryPoint) -> Plugin | None:
         if not isinstance(plugin, Plugin):
             raise TypeError(f"{entry.value} is no kvq.config.plugins.Plugin")
     except Exception as error:  # a plugin may raise anything
-        _failures[entry.name] = f"{type(error).__name__}: {' '.join(str(error).split())}"
-        print(
-            f"plugin {entry.name}: cannot be imported ({_failures[entry.name]}); going on without it", file=sys.stderr
-        )
+        _failures[entry.name] = reason = f"{type(error).__name__}: {one_line(error)}"
+        print(f"plugin {entry.name}: cannot be imported ({reason}); going on without it", file=sys.stderr)
         return None
     return plugin
 
@@ -125,22 +114,24 @@ def packages() -> list[Path]:
     return [plugin.folder for plugin in installed().values()]
 
 
-def use(folder: str | Path | None) -> None:
-    """Set the folder from which the process also composes where none is given (None: none)."""
-    _in_use[:] = [] if folder is None else [Path(folder).resolve()]
-    for path in _in_use:
-        make_importable(path)
-
-
 @contextmanager
 def using(folder: str | Path | None) -> Iterator[None]:
-    """Within the context, compose from this folder too, as `use` does; afterwards from the previous one."""
+    """Within the context, compose from this folder too where none is given (None: none)."""
     before = list(_in_use)
-    use(folder)
+    _in_use[:] = [] if folder is None else [Path(folder).resolve()]
+    for path in _in_use:
+        _make_importable(path)
     try:
         yield
     finally:
         _in_use[:] = before
+
+
+def _make_importable(folder: Path) -> None:
+    """Append a folder to Python's path: a file in it never replaces an installed module."""
+    if str(folder) not in sys.path and folder.is_dir():
+        sys.path.append(str(folder))
+        importlib.invalidate_caches()
 
 
 def folder_in_use(folder: str | Path | None = None) -> Path | None:
@@ -172,13 +163,6 @@ def all_choices(config_dir: str | Path | None = None) -> Iterator[Choice]:
         yield from choices_in(folder)
 
 
-def make_importable(folder: Path) -> None:
-    """Append a folder to Python's path: a file in it never replaces an installed module."""
-    if str(folder) not in sys.path and folder.is_dir():
-        sys.path.append(str(folder))
-        importlib.invalidate_caches()
-
-
 def add_option(parser: ArgumentParser) -> None:
     """Add `--config-dir` to a command that reads records: it finds what made them, and presets to name them by."""
     parser.add_argument(
@@ -189,15 +173,14 @@ def add_option(parser: ArgumentParser) -> None:
 def register_tasks(folder: Path | None) -> None:
     """Make the schemas of tasks of plugins and of a folder known to Hydra, as `NAME_schema` of the group `task`.
 
-    A task's module is imported when Hydra reads its schema. Raises then:
-        ConfigError: the module cannot be imported or does not define the task.
+    A task's module is imported when Hydra reads its schema.
     """
     for plugin in installed().values():
         for name in plugin.tasks:
             store_choice("task", f"{name}_schema", partial(settings_of_task, name))
     if folder is None or not folder.is_dir():
         return
-    make_importable(folder)
+    _make_importable(folder)
     for yaml in (folder / "task").glob("*.yaml"):
         if (file := folder / f"{yaml.stem}.py").is_file():
             store_choice("task", f"{yaml.stem}_schema", partial(_settings_of, yaml.stem, yaml.stem, file))
@@ -212,29 +195,6 @@ def unknown_task(task: str, folder: Path | None) -> str:
     )
 
 
-def where_searched(module: str) -> str:
-    """What to add to an error about a module that is not found: where it was looked for, and what to do."""
-    folders = dict.fromkeys(str(Path(path or ".").resolve()) for path in sys.path)
-    return (
-        f"; looked in {', '.join(folders)}. Put {module}.py in the folder of --config-dir=..., or set PYTHONPATH to "
-        "its folder, or install its package"
-    )
-
-
-def _import_task(task: str, name: str, file: Path | None) -> ModuleType:
-    """The module `name` of a task, from `file` where given; `ConfigError` where it fails or is another file's."""
-    where = name if file is None else str(file)
-    try:
-        module = importlib.import_module(name)
-    except Exception as error:  # somebody else's code may raise anything
-        reason = " ".join(str(error).split())
-        raise ConfigError(f"task={task}: {where} cannot be imported ({type(error).__name__}: {reason})") from error
-    found = getattr(module, "__file__", None)
-    if file is not None and (found is None or Path(found).resolve() != file.resolve()):
-        raise ConfigError(f"task={task}: {where}: the name is taken by {found or 'a built-in module'}; rename the task")
-    return module
-
-
 def settings_of_task(task: str) -> type[TaskConfig]:
     """The dataclass of the settings of a plugin's task, whose module is imported."""
     plugin = next((plugin for plugin in installed().values() if task in plugin.tasks), None)
@@ -247,24 +207,25 @@ def settings_of_task(task: str) -> type[TaskConfig]:
 
 
 def module_of_task(settings: TaskConfig) -> str:
-    """Module of the task of these settings: that of their class, or the one that the class's plugin names.
-
-    A process that was handed settings, as a launcher's workers are, finds the task only by them.
-    """
+    """Module of the task of these settings: that of their class, or the one that the class's plugin names."""
     home = type(settings).__module__
     return next((one.tasks[settings.name] for one in installed().values() if one.settings == home), home)
 
 
 def _settings_of(task: str, module: str, file: Path | None = None) -> type[TaskConfig]:
     """The dataclass of a task's settings, checked; its module is imported (from `file`: of a folder)."""
-    found = _import_task(task, module, file)
-    where = f"task={task}: {found.__file__}"
+    where = f"task={task}: {file or module}"
+    try:
+        found = importlib.import_module(module)
+    except Exception as error:  # somebody else's code may raise anything
+        reason = f"{type(error).__name__}: {one_line(error)}"
+        raise ConfigError(f"{where} cannot be imported ({reason})") from error
+    if file is not None and Path(getattr(found, "__file__", None) or "").resolve() != file.resolve():
+        raise ConfigError(f"{where}: the name is taken by another module; rename the task")
     defined = getattr(found, "TASKS", {}).get(task) or getattr(found, "TASK", None)
     settings: Any = getattr(defined, "settings", None)
     if not (isinstance(settings, type) and issubclass(settings, TaskConfig) and is_dataclass(settings)):
         raise ConfigError(f"{where}: no TASK with settings=..., a dataclass that derives from kvq.config.TaskConfig")
-    if settings.__module__ != found.__name__:
-        raise ConfigError(f"{where}: {settings.__name__} is defined in {settings.__module__}; keep it next to TASK")
     if settings.name != task and settings.name not in {getattr(base, "name", None) for base in settings.__bases__}:
         raise ConfigError(f"{where}: {settings.__name__}.name is '{settings.name}'; expected '{task}'")
     if not isinstance(getattr(settings, "version", None), int):

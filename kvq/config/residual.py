@@ -65,11 +65,7 @@ class ResidualSide:
         return self.policy is Policy.sliding and self.size == 0
 
     def for_parallel_scoring(self) -> ResidualSide:
-        """See `Residual.for_parallel_scoring`.
-
-        Raises:
-            ConfigError: `size` is 0, so there is no block.
-        """
+        """See `Residual.for_parallel_scoring`; `ConfigError` where `size` is 0, so that there is no block."""
         if self.keeps_nothing:
             return self
         if self.size == 0:

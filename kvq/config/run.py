@@ -1,7 +1,4 @@
-"""The schema of every setting.
-
-Values are checked when a run enters (`kvq.config.resolve`); choices and unknown keys while Hydra composes.
-"""
+"""The schema of every setting, whose values are checked when a run enters (`kvq.config.resolve`)."""
 
 from __future__ import annotations
 
@@ -9,6 +6,7 @@ import enum
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
 from omegaconf import MISSING
@@ -32,7 +30,7 @@ from kvq.config.limits import (
 from kvq.config.method import MethodConfig
 from kvq.config.residual import Residual, ResidualConfig, effective_residual
 from kvq.config.tasks import TIMED, Scoring, is_timed
-from kvq.errors import MAX_THREADS, ConfigError, check_choice, check_folder, check_path, check_seed, within
+from kvq.errors import MAX_THREADS, ConfigError, check_choice, check_path, check_seed, within
 
 _MAX_NAME = 128
 
@@ -193,11 +191,10 @@ class ModelConfig:
 
 
 def trained_with_bos(model: ModelConfig, chat: bool, tokenizer_writes: bool | None = None) -> bool | None:
-    """Whether a model was trained on texts that begin with a begin-of-text token; None: only its tokenizer can say.
+    """Whether a model was trained on texts (`chat`: conversations) that begin with a begin-of-text token.
 
-    Args:
-        chat: of conversations in its chat template.
-        tokenizer_writes: what the tokenizer says, where it was asked. Those of embedded models write none.
+    `tokenizer_writes`: what the tokenizer says, where it was asked; None: only it can say. Those of embedded models
+    write none.
     """
     known = model.chat_bos if chat and model.chat_bos is not None else model.bos
     if known is not None:
@@ -241,9 +238,6 @@ class DatasetConfig:
 Attention = enum.StrEnum("Attention", "dense packed")
 """What a decoded token attends to: decoded keys and values, or packed codes (the same up to rounding)."""
 
-WindowLayers = enum.StrEnum("WindowLayers", "quantize keep")
-"""What becomes of layers that attend to a window of tokens: quantized as the others, or kept in full precision."""
-
 Mla = enum.StrEnum("Mla", "latent expanded")
 """What is cached of multi-head latent attention (MLA): the latent, or the keys and values that it expands to."""
 
@@ -254,14 +248,12 @@ class CacheConfig:
 
     `attention`: what a task that measures speed decodes with; scores always come from dense attention.
     `dtype`: of what the cache keeps in full precision, baseline and residual alike; None = the model's default.
-    `window_layers`: see `WindowLayers`; they hold no more than their window and part of a block either way.
     `mla`: see `Mla`.
     """
 
     keep_decoded: bool = False
     attention: Attention = Attention.dense
     dtype: Dtype | None = None
-    window_layers: WindowLayers = WindowLayers.quantize
     mla: Mla = Mla.latent
 
     def __post_init__(self) -> None:
@@ -308,7 +300,9 @@ class Config:
             raise ConfigError(f"cpu_linear={self.cpu_linear}: {' and '.join(TIMED)} measure the time of torch's own")
         if self.cache.dtype is not None and isinstance(self.task, DiagnosticConfig):
             raise ConfigError(f"cache.dtype={self.cache.dtype}: task={self.task.name} fills no cache; leave it null")
-        check_folder("results_dir", self.results_dir)
+        check_path("results_dir", self.results_dir)
+        if (folder := Path(self.results_dir)).exists() and not folder.is_dir():
+            raise ConfigError(f"results_dir={self.results_dir}: not a folder")
 
     @property
     def parsed_bits(self) -> Bits | None:

@@ -24,11 +24,8 @@ one by one, so that they read the quantized cache too.
 class TaskConfig:
     """The settings of a task. A subclass gives `name` its default, which is the task's name, and a `version`.
 
-    `version` is raised when the task's scores would change: records of the one before are stale.
-
-    Ranges that its annotations declare (`kvq.config.limits`) are checked. The other class variables are no settings:
-    they say what the task needs (`reads_weights`, `reads_cache`, `timed`, `calibrates_itself`), and which settings are
-    left out of a run's key (`later`: at their default, `outputs`, `of_methods`: in full precision).
+    `version` is raised when the task's scores would change: records of the one before are stale. Ranges that its
+    annotations declare (`kvq.config.limits`) are checked. Class variables are no settings.
     """
 
     version: ClassVar[int]
@@ -66,11 +63,9 @@ class TaskConfig:
 
 @dataclass
 class ReadingConfig(TaskConfig):
-    """Settings of every task that reads prompts.
+    """Settings of every task that reads prompts (a passage, a prefix, what a user says).
 
-    Attributes:
-        prefill: how a prompt (a passage, a prefix, what a user says) is read.
-        bos: whether a prompt or window begins with the begin-of-text token; None: if the model was trained with it.
+    `bos`: whether a prompt or window begins with the begin-of-text token; None: if the model was trained with it.
     """
 
     prefill: Prefill = Prefill.whole

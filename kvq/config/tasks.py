@@ -1,7 +1,4 @@
-"""The settings of the tasks; `kvq.config` puts them where Hydra finds them.
-
-`version` of a task is raised when its scores would change: records of the one before are stale.
-"""
+"""The settings of the tasks; `kvq.config` puts them where Hydra finds them."""
 
 from __future__ import annotations
 
@@ -208,12 +205,10 @@ class LmEvalConfig(ItemsConfig):
     """Tasks of lm-eval, by name or as local YAML files.
 
     Attributes:
-        tasks: names, or paths of YAML files.
         include_path: a folder of further task files.
         metric: the per-item metric that counts (null: each task's first).
         num_fewshot: examples before each item (null: each task's own).
         limit: at most this many items of each task.
-        chat_template: whether prompts go through the tokenizer's chat template.
         generation: what to change in the tasks' generation settings, such as {temperature: 0.6, do_sample: true}.
         repeats: answers drawn for each item under sampling; its score is their mean (pass@1).
         metadata: what a task's own code asks for, such as {max_seq_lengths: [4096]} for RULER.
@@ -260,12 +255,10 @@ class MultimodalConfig(ItemsConfig):
 
 @dataclass
 class GenerateConfig(ReadingConfig):
-    """A prompt that full precision and each method continue greedily.
+    """A prompt that full precision and each method continue greedily, up to the model's end of text.
 
     Attributes:
-        prompt: the text; None: that of `prompt_file`, or the one that suits the embedded models.
-        prompt_file: a file with the text, in UTF-8.
-        max_new_tokens: longest continuation; it ends earlier at the model's end of text.
+        prompt: the text; None: that of `prompt_file` (UTF-8), or the one that suits the embedded models.
         ngram: tokens of the n-grams whose repetitions are counted.
         chat_template: whether the prompt is a user's message in the tokenizer's chat template.
     """

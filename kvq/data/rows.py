@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from huggingface_hub import constants, get_session
 
 from kvq.data.embedded import load_corpus
-from kvq.errors import DataError, did_you_mean, first_line
+from kvq.errors import DataError, did_you_mean, one_line
 
 if TYPE_CHECKING:
     from kvq.config import DatasetConfig
@@ -50,7 +50,7 @@ def load_rows(setting: str, local: str, hub_id: str | None, *args: Any, first: i
             return load_dataset(hub_id, *args, **named)
         return Dataset.from_list(list(load_dataset(hub_id, *args, **named, streaming=True).take(first)))
     except Exception as error:  # of several libraries; all mean that the rows cannot be downloaded
-        said = f"cannot load {hub_id} from the hub ({first_line(error)}); dataset.path= takes {local}"
+        said = f"cannot load {hub_id} from the hub ({one_line(error, 200)}); dataset.path= takes {local}"
         raise DataError(f"{setting}: {said}") from error
 
 
@@ -123,7 +123,7 @@ def _read_saved_rows(path: Path, config: DatasetConfig) -> tuple[str, ...]:
     try:
         rows = load_from_disk(str(path))
     except Exception as error:  # of several libraries, for every file that is cut short or garbled
-        raise DataError(f"dataset.path={path}: not a whole saved dataset: {first_line(error)}") from error
+        raise DataError(f"dataset.path={path}: not a whole saved dataset: {one_line(error, 200)}") from error
     if isinstance(rows, DatasetDict):
         split = config.split or "test"
         if split not in rows:
@@ -143,7 +143,7 @@ def _read_file(path: Path, field: str | None = None) -> Any:
             return pyarrow.parquet.read_table(path, columns=[field] if field in known else None)
         return [read_text(path)] if path.suffix in (".txt", ".md") else read_json_records(path)
     except Exception as error:  # of several libraries, for files that are cut short, garbled or too large
-        raise DataError(f"dataset.path={path}: cannot be read: {first_line(error)}") from error
+        raise DataError(f"dataset.path={path}: cannot be read: {one_line(error, 200)}") from error
 
 
 def read_text(path: Path) -> str:

@@ -16,7 +16,7 @@ from hydra.utils import instantiate
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from kvq.codecs import Codec, HeadsCodec, check_single_heads
-from kvq.config import Config, MethodConfig, plugins
+from kvq.config import Config, MethodConfig
 from kvq.config.bits import Bits, bits_per_head, check_range, mean_width, parse_bits
 from kvq.config.explain import composed
 from kvq.config.identity import canonical_method
@@ -85,7 +85,7 @@ def method_of(config: Config, *head_dims: int) -> Method:
     """Build the method of a resolved run, checked at each head dim: a layer may have one of its own."""
     for head_dim in head_dims:
         built = instantiate_method(config.method, config.residual, config.bits, head_dim)
-    found = replace(built, window_layers=config.cache.window_layers, mla=config.cache.mla)
+    found = replace(built, mla=config.cache.mla)
     if found.mla is Mla.expanded:
         found.check_needs("cache.mla=expanded", "expanded_latent")
     return found
@@ -285,8 +285,9 @@ def _check_arguments(setting: str, config: Mapping[str, Any], built: bool = Fals
             reason = (str(error).splitlines() or [type(error).__name__])[0]
             told = f"{setting}._target_={config['_target_']}: cannot be imported ({reason})"
             module = str(config["_target_"]).partition(".")[0]
-            lacks = isinstance(error, ModuleNotFoundError) and error.name == module
-            raise ConfigError(told + (plugins.where_searched(module) if lacks else "")) from error
+            if isinstance(error, ModuleNotFoundError) and error.name == module:
+                told += f"; put {module}.py in the folder of --config-dir=..., set PYTHONPATH or install it"
+            raise ConfigError(told) from error
         _check_call(setting, config, target, built)
     for name, item in config.items():
         if isinstance(item, Mapping):

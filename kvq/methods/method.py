@@ -19,7 +19,7 @@ from kvq.codecs import Codec, ComponentQuantizer, FisherTransform, StoredWithKey
 from kvq.config.bits import Bits, mean_label
 from kvq.config.method import BackendConfig
 from kvq.config.residual import Residual, ResidualSide
-from kvq.config.run import Mla, WindowLayers
+from kvq.config.run import Mla
 from kvq.errors import ConfigError, Unsupported
 from kvq.kernels import build_linear_chain
 from kvq.methods.kept_keys import layer_indices, make_side, packed_side_of
@@ -62,7 +62,6 @@ class Method:
             are then those of the first.
         settings: what it was built from, as plain JSON data (`kvq.config.identity.canonical_method`); empty for a
             method that was put together by hand.
-        window_layers: whether layers that attend to a window of tokens are quantized as the others.
         mla: what is cached of multi-head latent attention.
     """
 
@@ -78,7 +77,6 @@ class Method:
     policies: tuple[Policy, ...] = ()
     by_layer: Sequence[Method] = ()
     settings: Mapping[str, Any] = field(default_factory=dict)
-    window_layers: WindowLayers = WindowLayers.quantize
     mla: Mla = Mla.latent
 
     @property
@@ -199,8 +197,6 @@ class Method:
             "kept_ids": kept,
             "tables": tables,
         }
-        if self.window_layers is WindowLayers.keep:
-            found["window_layers"] = self.window_layers.value
         if self.mla is Mla.expanded:
             found["latent"] = self.mla.value
         return found
@@ -252,7 +248,13 @@ class Method:
         quantized_prefill: bool = False,
         packed: bool = False,
     ) -> Sequence[Layer]:
-        """The layers of a cache under this method, as `kvq.cache.cache.GivesLayers` has it.
+        """An empty cache layer for each attention of a model that computes keys and values.
+
+        Args:
+            config: the model's transformers text configuration.
+            held: index, head dims and window of each of these attentions.
+            keep_decoded, quantized_prefill: as `KVCache` has them.
+            packed: layers hand over codes, for attention that reads these.
 
         Raises:
             ConfigError: kept keys without token ids, bits for another number of layers, parts that do not go together.
@@ -336,11 +338,8 @@ class Method:
     def for_window(self, codec: Codec | None, residual: ResidualSide) -> tuple[Codec | None, ResidualSide]:
         """Codec and residual of keys or values in a layer with sliding-window attention.
 
-        The codec is None under `window_layers=keep`. Otherwise, where tokens outside of the window can be
-        dropped from the codec's store, the prompt is encoded in blocks (`ResidualSide.with_prefill_in_blocks`).
+        Where tokens outside of the window can be dropped from the codec's store, the prompt is encoded in blocks.
         """
-        if self.window_layers is WindowLayers.keep:
-            return None, residual
         drops = codec is not None and not codec.stores_lists and not self.sink_tokens
         return codec, residual.with_prefill_in_blocks() if drops else residual
 

@@ -17,6 +17,7 @@ import itertools
 import json
 import os
 import re
+import shlex
 import sys
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -33,7 +34,6 @@ from kvq.report import command
 from kvq.report.labels import label, labelled, model_name, protocol, protocol_departures
 from kvq.results import Record, Store
 from kvq.results.metrics import METRICS, metric_of
-from kvq.results.record import words_of
 
 VIEW: dict[str, Any] = yaml.safe_load((Path(__file__).parent / "workspace.yaml").read_text(encoding="utf-8"))
 _MULTIRUN = ("-m", "--multirun")
@@ -64,7 +64,7 @@ def entry_of(record: Record, group: str | None = None) -> dict[str, Any]:
 
 def sweep_of(command: str) -> str | None:
     """Name of the sweep that a command started, derived from the command; None for a single run."""
-    words = words_of(command)[1:]
+    words = shlex.split(command)[1:]
     is_sweep = any(word in _MULTIRUN or word.startswith("+experiment=") for word in words)
     text = " ".join(word for word in words if is_sweep and word not in _MULTIRUN)
     return re.sub(r"[/\\#?%:]", "-", text)[:128] or None

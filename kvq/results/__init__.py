@@ -1,7 +1,4 @@
-"""Records of runs: their schema, the folder that keeps them, their provenance, and statistics of their numbers.
-
-`kvq.results.provenance` is imported by its own name: it needs torch, and reading records does not.
-"""
+"""Records of runs: their schema, the folder that keeps them, their provenance, and statistics of their numbers."""
 
 from kvq.results.record import Provenance, Record, canonical, run_key
 from kvq.results.store import Broken, Store

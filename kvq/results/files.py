@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import glob
 import io
 import json
 import os
@@ -20,46 +21,28 @@ from kvq.results.record import Record
 TEMPORARY = ".tmp"
 
 
-def write_temporary(folder: Path, name: str, content: bytes, durable: bool = True) -> Path:
-    """Write `folder/.<name>.<random>.tmp`, synced if `durable`, which the caller renames; removed if writing fails."""
-    handle, created = tempfile.mkstemp(prefix=f".{name}.", suffix=TEMPORARY, dir=folder)
-    path = Path(created)
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(content)
-            file.flush()
-            os.fchmod(file.fileno(), 0o644)
-            if durable:
-                os.fsync(file.fileno())
-    except BaseException:
-        path.unlink(missing_ok=True)
-        raise
-    return path
-
-
-def sync_folder(folder: Path) -> None:
-    """Sync `folder`, so that renames in it survive a power failure."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
 def write_file(path: Path, content: bytes, durable: bool = True) -> None:
     """Replace the file at `path` by `content` atomically; creates its folder.
 
     `durable=False`, for files that can be made again: a power failure may leave the file empty, a kill does not.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = write_temporary(path.parent, path.name, content, durable)
+    handle, created = tempfile.mkstemp(prefix=f".{path.name}.", suffix=TEMPORARY, dir=path.parent)
     try:
-        temporary.replace(path)
-    except OSError:
-        temporary.unlink(missing_ok=True)
+        with os.fdopen(handle, "wb") as file:
+            file.write(content)
+            os.fchmod(handle, 0o644)
+            if durable:
+                file.flush()
+                os.fsync(handle)
+        Path(created).replace(path)
+    except BaseException:
+        Path(created).unlink(missing_ok=True)
         raise
-    if durable:
-        sync_folder(path.parent)
+    if durable:  # so that the new name survives a power failure
+        descriptor = os.open(path.parent, os.O_RDONLY)
+        os.fsync(descriptor)
+        os.close(descriptor)
 
 
 RECORD, SAMPLES, PACK = ".json", ".samples.jsonl", "samples.zip"
@@ -84,17 +67,7 @@ def safe_name(text: str) -> str:
 
 def list_records(root: Path) -> list[str]:
     """Path of every file `*.json` under `root`, sorted; hidden ones and those in hidden folders are left out."""
-
-    def fail(error: OSError) -> None:
-        """Raise errors of walking the folders, but for one that is not there."""
-        if not isinstance(error, FileNotFoundError):  # no record yet, or a folder that was removed meanwhile
-            raise error
-
-    paths = []
-    for folder, folders, names in os.walk(root, onerror=fail):
-        folders[:] = [name for name in folders if not name.startswith(".")]
-        paths += [f"{folder}/{name}" for name in names if name.endswith(RECORD) and name[0] != "."]
-    return sorted(paths)
+    return sorted(f"{root}/{name}" for name in glob.iglob(f"**/*{RECORD}", root_dir=root, recursive=True))  # noqa: PTH207
 
 
 def loose_samples(record_path: Path) -> Path:
@@ -116,14 +89,11 @@ def pack_samples(folder: Path) -> int:
     """Move the samples of a folder's records into its `samples.zip`, and drop those of records that are gone.
 
     The same samples give the same bytes. The new file is in place before a loose one is removed, so a kill loses
-    nothing; no other process may write records of this folder meanwhile.
-
-    Returns:
-        The number of files moved.
+    nothing; no other process may write records of this folder meanwhile. Returns the number of files moved.
     """
     loose = [path for path in sorted(folder.glob(f"*{SAMPLES}")) if _has_record(folder, path.name)]
     path = folder / PACK
-    for left in folder.glob(f".{PACK}.*{TEMPORARY}"):  # by a kill
+    for left in folder.glob(f".*{TEMPORARY}"):  # by a kill
         left.unlink()
     with _pack(path) as pack:
         kept = {name: pack.read(name) for name in pack.namelist() if _has_record(folder, name)}
@@ -182,19 +152,13 @@ class Journal:
 
     def _load(self, path: Path) -> None:
         """Read the rows of a journal with the same header; lines after a torn one are ignored."""
-        try:
-            lines = path.read_bytes().splitlines(keepends=True)
-        except OSError as error:
-            raise RecordError(f"journal {path}: cannot be read: {reason_of(error)}") from error
-        rows: list[dict[str, Any]] = []
-        for line in lines:
-            try:
+        lines, rows = path.read_bytes().splitlines(keepends=True), list[dict[str, Any]]()
+        with contextlib.suppress(ValueError):
+            for line in lines:
                 row = json.loads(line)
-            except ValueError:
-                break
-            if not line.endswith(b"\n") or not isinstance(row, dict):
-                break
-            rows.append(row)
+                if not line.endswith(b"\n") or not isinstance(row, dict):
+                    break
+                rows.append(row)
         if rows and rows[0].get("header") == self.header:
             self._whole = sum(map(len, lines[: len(rows)]))
             self.rows = {row["item"]: row for row in rows[1:] if isinstance(row.get("item"), str)}

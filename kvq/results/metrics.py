@@ -92,11 +92,7 @@ def is_lower_better(name: str) -> bool:
 
 
 def units_of(names: Iterable[str], more: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Units of metrics. A part and a standard error have the unit of the whole.
-
-    Args:
-        more: units of metrics that are not listed here, such as another library's; "1": no unit.
-    """
+    """Units of metrics; a part and a standard error have that of the whole. `more`: of those not listed here."""
     known = dict(more or {}) | {metric.name: metric.unit for metric in METRICS.values()}
     found = {name: known.get(name) or known.get(name.partition("[")[0].removesuffix("_se")) for name in names}
     if lacking := [name for name, unit in found.items() if unit is None]:
@@ -128,14 +124,9 @@ def total_bits(metrics: Mapping[str, float], tokens: float) -> float | None:
 def break_even(metrics: Mapping[str, float], others: Iterable[Mapping[str, float]]) -> tuple[float, int | None] | None:
     """Tokens in flight from which a method with calibrated tables stores fewer bits than the best method without.
 
-    The other is the smallest of `others` without tables whose loss is no higher.
-
-    Returns:
-        The tokens (infinite: never) and the index of that other run; 0 and None where all others lose more. None: the
-        run's tables are below `SMALL`, or a metric is missing.
-
-    Args:
-        others: metrics of runs of the same protocol.
+    The other is the smallest of `others`, metrics of runs of the same protocol, without tables whose loss is no higher.
+    Returns the tokens (infinite: never) and the index of that run; 0 and None where all others lose more; None where
+    the run's tables are below `SMALL`, or a metric is missing.
     """
     tables, bits, loss = table_bits(metrics, 1.0), metrics.get("bits_per_element"), metrics.get("delta_nll")
     least = SMALL * IN_FLIGHT["32K"]

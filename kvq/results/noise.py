@@ -63,12 +63,8 @@ def max_t(differences: Float[np.ndarray, "tests windows"]) -> MaxT:
     Romano and Wolf, 2005, "Exact and approximate stepdown methods for multiple hypothesis testing"). The statistic is
     |sum| over the root of the sum of squares, which no flip changes: a monotone function of Student's |t|. The chance
     of a false finding is at most `ALPHA`, whichever hypotheses hold (`experiments/bench/noise_levels.py` measures it).
-
-    Args:
-        differences: of windows' losses; weighted by nothing, since a sum of losses has the weight of its tokens.
-
-    Returns:
-        p-values at a resolution of 2^(1 - windows) or 1 / `FLIPS`; 1 where all differences are 0.
+    `differences`: of sums of losses, which have the weight of their tokens. p-values have a resolution of
+    2^(1 - windows) or 1 / `FLIPS`; 1 where all differences are 0.
     """
     tests, windows = differences.shape
     if not differences.size:
@@ -107,10 +103,7 @@ def _sign_patterns(windows: int) -> Float[np.ndarray, "patterns windows"]:
 
 
 class Family(NamedTuple):
-    """p-values of pairs by name, corrected for all of them; `windows` and the `critical` |t| of the most pairs.
-
-    Pairs that did not score the same windows, or too few (`fewest_to_differ`), have none.
-    """
+    """p-values of pairs by name, corrected for all of them; `windows` and the `critical` |t| of the most pairs."""
 
     p: Mapping[Any, float]
     windows: int = 0
@@ -168,21 +161,14 @@ def needed_for_not_worse(margin: float, binary: bool) -> int:
 def compare_items(ours: Items, theirs: Items, *, margin: float, noise_flips: float = 0.0) -> dict[str, float]:
     """The metrics of a paired comparison of scores, those of full precision second.
 
-    Args:
-        ours: scores of the run, one for each item.
-        theirs: scores of full precision.
-        margin: largest fall of the mean score that still counts as not worse.
-        noise_flips: fraction of the items whose score changes where nothing but the batch order does.
-
-    Returns:
-        `flips`, and for right and wrong answers `lost` and `gained`; `p_value` and `not_worse_p` where there are enough
-        items; `within_noise`: no significant difference; `not_worse`: a fall by `margin` is excluded.
+    `flips`, and for right and wrong answers `lost` and `gained`; `p_value` and `not_worse_p` where there are enough
+    items; `within_noise`: no significant difference, or no more flips than `noise_flips`, the fraction of items whose
+    score changes where nothing but the batch order does; `not_worse`: a fall of the mean by `margin` is excluded.
     """
     out = {"flips": float(np.mean(ours != theirs)) if len(ours) == len(theirs) and len(ours) else math.nan}
     differ, kept = differ_p(ours, theirs), not_worse_p(ours, theirs, margin)
     if _is_binary(ours, theirs):
-        counts = flips((ours == 1).tolist(), (theirs == 1).tolist())
-        out |= {"lost": float(counts.lost), "gained": float(counts.gained)}
+        out |= dict(zip(("lost", "gained"), map(float, flips(ours, theirs)), strict=True))
     if differ is not None:
         out["p_value"] = differ
     if kept is not None:
@@ -202,8 +188,7 @@ def differ_p(ours: Items, theirs: Items) -> float | None:
     if len(ours) < fewest_to_differ():
         return None
     if _is_binary(ours, theirs):
-        counts = flips((ours == 1).tolist(), (theirs == 1).tolist())
-        return mcnemar(counts.lost, counts.gained)
+        return mcnemar(*flips(ours, theirs))
     return sign_flip(np.subtract(ours, theirs, dtype=np.float64))
 
 
@@ -241,8 +226,7 @@ def not_worse_p(ours: Items, theirs: Items, margin: float) -> float | None:
     if not fractions or np.mean(theirs) <= margin or len(ours) < needed_for_not_worse(margin, binary):
         return None
     if binary:
-        counts = flips((ours == 1).tolist(), (theirs == 1).tolist())
-        return not_worse(counts.lost, counts.gained, counts.items, margin)
+        return not_worse(*flips(ours, theirs), len(ours), margin)
     return bounded_not_worse(np.subtract(ours, theirs, dtype=np.float64), margin)
 
 
@@ -274,13 +258,8 @@ def not_worse(lost: int, gained: int, items: int, margin: float) -> float:
     Outcomes are ordered by Tango's score statistic (Tango, 1998, "Equivalence test and confidence interval for the
     difference in proportions for the paired-sample design"), whose normal approximation is too small at few items; the
     p-value is the largest probability, over rates of gains, of an outcome as good or better (Sidik, 2003, "Exact
-    unconditional tests for testing non-inferiority in matched-pairs design").
-
-    Args:
-        lost: items that the baseline got right and the run did not.
-        gained: the reverse.
-        items: all items, flipped or not.
-        margin: largest fall of the accuracy that still counts as "not worse", above 0 and below 1.
+    unconditional tests for testing non-inferiority in matched-pairs design"). `lost`: items, of `items` in all, that
+    the baseline got right and the run did not; `gained`: the reverse; `margin`: above 0 and below 1.
     """
     losses = np.arange(items + 1)
     enough = _fewest_gains(losses, float(_tango_statistic(lost, gained, items, margin)), items, margin)
@@ -308,9 +287,7 @@ def _fewest_gains(losses: np.ndarray, observed: float, items: int, margin: float
     while np.any(low < high):
         middle = (low + high) // 2
         does = (middle <= items - losses) & (_tango_statistic(losses, middle, items, margin) <= observed + 1e-9)
-        open_ = low < high
-        high = np.where(open_ & does, middle, high)
-        low = np.where(open_ & ~does, middle + 1, low)
+        low, high = np.where((low < high) & ~does, middle + 1, low), np.where((low < high) & does, middle, high)
     return low
 
 

@@ -1,7 +1,6 @@
 """Presets in the form of a record's settings, and how a run's settings depart from its presets, in words.
 
-The words are found when a run is measured, with the presets as they are then, and its record keeps them. For a record
-of an earlier version they are found when it is read.
+The words are found when a run is measured, with the presets as they are then, and its record keeps them.
 """
 
 from __future__ import annotations
@@ -51,10 +50,9 @@ choices_in_use = cache_by_folder(choices)
 @cache_by_folder
 def _compose_preset(group: str, name: str) -> Any:
     """A configuration with a preset in it; None where the name has no file or it does not compose."""
-    chosen = [f"{group}={name}"]
     if name in choices_in_use()[group]:  # the name may be a record's, of no preset
         with contextlib.suppress(*COMPOSE_ERRORS):
-            return compose(chosen)
+            return compose([f"{group}={name}"])
     return None
 
 
@@ -72,10 +70,7 @@ def preset(group: str, name: str) -> Settings | None:
 def _canonical_method(name: str, bits: str, scoring: str | None) -> Settings | None:
     """`method` and `residual` of a preset as `kvq.config.identity` writes them; None where it does not compose.
 
-    Args:
-        name: the method's, such as `oscar/cr_only`.
-        bits: as a record labels them; empty: a fixed rate.
-        scoring: of the task, which may quantize at once.
+    `bits`: as a record labels them; empty: a fixed rate. `scoring`: of the task, which may quantize at once.
     """
     if (whole := _compose_preset("method", name)) is None:
         return None
@@ -92,19 +87,13 @@ def _canonical_method(name: str, bits: str, scoring: str | None) -> Settings | N
 
 SIDES = ("key", "value")
 Settings = Mapping[str, Any]
-# Parts of a codec's settings that are compared one by one, and settings that decide no number.
-_CODEC = ("stages", "order", "quantizer")
-_SILENT = ("fingerprint",)
 _WORDS = {"calibration.dataset": "calibrated on", "sink_tokens": "sink tokens", "attention": "attention"}
 
 
 def departures(found: Settings, preset: Settings) -> list[str]:
     """The settings that differ between a run and its preset, stages first: `− key.hadamard`, `residual 64`.
 
-    Args:
-        found: `method`, `residual` and where there are some `window_layers`, `latent` and `attention` of a record's
-            settings.
-        preset: the same settings of the preset at the run's bits.
+    `found`: a record's settings; `preset`: `method` and `residual` of the preset at the run's bits.
     """
     ours, theirs = part_of(found, "method"), part_of(preset, "method")
     residuals = part_of(found, "residual"), part_of(preset, "residual")
@@ -115,7 +104,6 @@ def departures(found: Settings, preset: Settings) -> list[str]:
     rest = [{name: part for name, part in method.items() if name not in SIDES} for method in (ours, theirs)]
     parts += _other_departures(*rest)
     others = {
-        "window_layers": "window layers in full precision",
         "latent": f"{found.get('latent')} keys and values",
         "attention": f"{found.get('attention')} attention",
     }
@@ -204,7 +192,9 @@ def _codec_departures(ours: Any, theirs: Any) -> tuple[list[str], list[str]]:
     order, usual = ([name for name in codec.get("order") or names if name in kept] for codec, names in pairs)
     words += [f"order {', '.join(order)}"] if order != usual else []
     words += _changed_settings(part_of(ours, "quantizer"), part_of(theirs, "quantizer"))
-    rest, usual_rest = ({k: part for k, part in codec.items() if k not in _CODEC} for codec in (ours, theirs))
+    rest, usual_rest = (
+        {k: part for k, part in codec.items() if k not in ("stages", "order", "quantizer")} for codec in (ours, theirs)
+    )
     words += _changed_settings(rest, usual_rest)
     return changes, [f"@{word}" for word in words]
 
@@ -244,7 +234,7 @@ def _other_departures(ours: Settings, theirs: Settings) -> list[str]:
         changed = {path: value for path, value in flatten(mine, name) if leaves.get(path) != value}
         if set(changed) == {f"{name}.{side}" for side in SIDES} and len(set(changed.values())) == 1:
             changed = {name: next(iter(changed.values()))}
-        out += [in_words(path, value) for path, value in changed.items() if path.rpartition(".")[2] not in _SILENT]
+        out += [in_words(path, value) for path, value in changed.items() if path.rpartition(".")[2] != "fingerprint"]
     return out
 
 
@@ -265,8 +255,12 @@ def settings_of(record: Record) -> dict[str, str]:
 @functools.cache
 def _without_side(name: str) -> tuple[str, str]:
     """The dotted name of a setting of keys or values, for the other side and without a side."""
-    other = re.sub(r"(^|\.)(key|value)\.", lambda m: f"{m[1]}{'value' if m[2] == 'key' else 'key'}.", name, count=1)
-    return other, re.sub(r"(^|\.)(key|value)\.", r"\1", name, count=1)
+    parts = name.split(".")
+    place = next((place for place, part in enumerate(parts[:-1]) if part in SIDES), None)
+    if place is None:
+        return name, name
+    other = [*parts[:place], "value" if parts[place] == "key" else "key", *parts[place + 1 :]]
+    return ".".join(other), ".".join([*parts[:place], *parts[place + 1 :]])
 
 
 def flatten(value: Any, prefix: str = "") -> list[tuple[str, str]]:
@@ -300,20 +294,14 @@ def with_departures(record: Record) -> Record:
 
 def find_departures(record: Record) -> FromPresets:
     """Compare a record's settings with the presets of the same names, as they are today."""
-    method, protocol = _method_departures(record), _protocol_departures(record)
-    return FromPresets(method=method, protocol=protocol, first_token=_first_token_departure(record))
-
-
-def _method_departures(record: Record) -> list[str]:
-    """Words for where the method differs from the preset of its name at the run's bits; none without such a preset."""
-    method = part_of(record.config, "method")
-    if any(side not in method for side in SIDES):
-        return []  # a record of another package's settings
-    scoring = part_of(record.config, "task").get("scoring")
+    method, scoring = part_of(record.config, "method"), part_of(record.config, "task").get("scoring")
     bits = _preset_bits(record.bits, method.get("bits_by_layer"))
-    scoring = scoring if isinstance(scoring, str) else None
-    known = _canonical_method(record.method, bits, scoring)
-    return [] if known is None else departures(record.config, known)
+    known = _canonical_method(record.method, bits, scoring) if all(side in method for side in SIDES) else None
+    return FromPresets(
+        method=[] if known is None else departures(record.config, known),
+        protocol=_protocol_departures(record),
+        first_token=_first_token_departure(record),
+    )
 
 
 def _preset_bits(bits: str, by_layer: Any) -> str:
@@ -342,7 +330,7 @@ def _protocol_departures(run: Record) -> list[str]:
 
 
 def _added_by_variants(task: str) -> Settings:
-    """Settings of the choices that are variants of a task and record its name, without the names that tell variants."""
+    """Settings of the variants of a task, which record its name, without the names that tell variants."""
     found = (preset("task", choice) for choice in choices_in_use()["task"])
     added = [settings for settings in found if settings is not None and settings.get("name") == task]
     parts = ((name, part) for settings in added for name, part in settings.items() if isinstance(part, Mapping))

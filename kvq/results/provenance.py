@@ -36,25 +36,12 @@ PACKAGES = (
     "mlx",
     "mlx-lm",
 )
-_DISTRIBUTIONS = {"kvq": "kvq-harness"}
-"""Of packages that the index knows by another name."""
 
 
-def collect(*, device: str | torch.device = "cpu", command: str | None = None, **known: Any) -> Provenance:
-    """The provenance of a run: what this process can find out, and what the runner passes.
-
-    Args:
-        command: the command line; None takes this process's own.
-        known: the other fields of `Provenance`: `dtype`, `seed`, `started` (`utc_now()`), and those that are empty
-            where the run ended before they were known.
-    """
+def collect(*, device: str | torch.device = "cpu", **known: Any) -> Provenance:
+    """The provenance of a run: what this process can find out, and the other fields of `Provenance` (`known`)."""
     commit, dirty = git_state()
-    unknown: dict[str, Any] = {
-        "dataset_fingerprint": None,
-        "model_fingerprint": None,
-        "peak_memory_bytes": None,
-        "wall_seconds": {},
-    }
+    program = Path(sys.argv[0]).name or "python"  # by its file name only
     return Provenance(
         git_commit=commit,
         git_dirty=dirty,
@@ -64,8 +51,8 @@ def collect(*, device: str | torch.device = "cpu", command: str | None = None, *
         cpu=cpu_name(),
         device=device_name(device),
         threads=torch.get_num_threads(),
-        command=command_line() if command is None else command,
-        **(unknown | known),
+        command=shlex.join([program, *sys.argv[1:]]),
+        **known,
     )
 
 
@@ -74,19 +61,10 @@ def utc_now() -> datetime:
     return datetime.now(UTC).replace(microsecond=0)
 
 
-def command_line() -> str:
-    """This process's command, quoted for a shell; the program by its file name only."""
-    program = Path(sys.argv[0]).name or "python"
-    return shlex.join([program, *sys.argv[1:]])
-
-
-# Settings that decide where and how a run is computed, and no number of it.
-_NOT_ITS_OWN = ("results_dir", "plan", "force", "hydra")
-
-
 def single_command(words: Sequence[str]) -> str:
     """The command that measures one run, of a sweep too, quoted for a shell: its overrides without those of places."""
-    return shlex.join(["python", "run.py", *(word for word in words if _group(word) not in _NOT_ITS_OWN)])
+    places = ("results_dir", "plan", "force", "hydra")
+    return shlex.join(["python", "run.py", *(word for word in words if _group(word) not in places)])
 
 
 def full_precision_words(words: Sequence[str]) -> list[str]:
@@ -120,10 +98,9 @@ def _git(folder: Path, *arguments: str) -> str | None:
     """Output of a git command, or None when git is absent, refuses or takes too long."""
     command = ["git", "--no-optional-locks", "-C", str(folder), *arguments]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
-    except (OSError, subprocess.TimeoutExpired, UnicodeDecodeError):
+        return subprocess.run(command, capture_output=True, text=True, timeout=30, check=True).stdout
+    except (OSError, subprocess.SubprocessError, UnicodeDecodeError):
         return None
-    return done.stdout if done.returncode == 0 else None
 
 
 @functools.cache
@@ -132,18 +109,17 @@ def package_versions() -> dict[str, str]:
     found = {}
     for name in PACKAGES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            found[name] = importlib.metadata.version(_DISTRIBUTIONS.get(name, name))
+            found[name] = importlib.metadata.version("kvq-harness" if name == "kvq" else name)
     return found
 
 
 @functools.cache
 def cpu_name() -> str:
     """The processor's model name, or its architecture where the system does not tell."""
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
+    file = Path("/proc/cpuinfo")
+    text = file.read_text(encoding="utf-8", errors="replace") if file.is_file() else ""
+    found = re.search(r"^model name\s*:(.*)", text, re.MULTILINE)
+    return platform.processor() or platform.machine() if found is None else found[1].strip()
 
 
 def device_name(device: str | torch.device) -> str:
@@ -157,9 +133,8 @@ def bytes_in_use(device: str | torch.device) -> int:
     device = torch.device(device)
     if device.type == "cuda":
         return int(torch.cuda.memory_allocated(device))
-    with contextlib.suppress(OSError):
-        return int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1]) * mmap.PAGESIZE
-    return 0
+    file = Path("/proc/self/statm")
+    return int(file.read_text(encoding="ascii").split()[1]) * mmap.PAGESIZE if file.is_file() else 0
 
 
 class PeakMemory:
@@ -169,21 +144,15 @@ class PeakMemory:
     _RESET = Path("/proc/self/clear_refs")
 
     def __init__(self, device: str | torch.device = "cpu") -> None:
-        self.device = torch.device(device)
-        self.measurable = self._reset()
-
-    def _reset(self) -> bool:
-        """Begin a new peak; whether the system can."""
+        self.device, self.measurable = torch.device(device), True
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
-            return True
+            return
         try:
             # Writing 5 resets the peak; otherwise the peak of an earlier job would be read as this one's.
-            with self._RESET.open("w", encoding="ascii") as file:
-                file.write("5")
+            self._RESET.write_text("5", encoding="ascii")
         except OSError:
-            return False
-        return True
+            self.measurable = False
 
     def read(self) -> int | None:
         """Peak in bytes, or None where the system cannot measure one run apart from those before it."""
@@ -191,11 +160,8 @@ class PeakMemory:
             return None
         if self.device.type == "cuda":
             return int(torch.cuda.max_memory_allocated(self.device))
-        with contextlib.suppress(OSError):
-            for line in self._STATUS.read_text(encoding="ascii", errors="replace").splitlines():
-                if line.startswith("VmHWM:"):
-                    return int(line.split()[1]) * 1024
-        return None
+        found = re.search(r"^VmHWM:\s+(\d+)", self._STATUS.read_text(encoding="ascii", errors="replace"), re.MULTILINE)
+        return None if found is None else int(found[1]) * 1024
 
 
 def now(device: torch.device | None = None) -> float:

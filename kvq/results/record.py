@@ -6,7 +6,6 @@ import hashlib
 import json
 import math
 import re
-import shlex
 from collections.abc import Mapping
 from datetime import UTC
 from typing import Annotated, Any, Final, Literal, NoReturn
@@ -36,26 +35,19 @@ KEY_PATTERN = re.compile(r"[0-9a-f]{64}\Z")
 
 def canonical(value: Any, where: str = "config") -> Any:
     """Return `value` as plain JSON data in one form: tuples as lists, integral floats (8.0, -0.0) as integers."""
+    if type(value) in _AS_THEY_ARE:
+        return value
     if isinstance(value, Mapping):
-        for key in value:
-            if not isinstance(key, str):
-                raise RecordError(f"{where}: key {key!r} is not a string")
-        return {
-            str(key): item if type(item) in _AS_THEY_ARE else canonical(item, f"{where}.{key}")
-            for key, item in value.items()
-        }
+        if any(not isinstance(key, str) for key in value):
+            raise RecordError(f"{where}: a key of {list(value)} is not a string")
+        return {str(key): canonical(item, f"{where}.{key}") for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [
-            item if type(item) in _AS_THEY_ARE else canonical(item, f"{where}[{index}]")
-            for index, item in enumerate(value)
-        ]
+        return [canonical(item, f"{where}[{index}]") for index, item in enumerate(value)]
     if isinstance(value, float):
         if not math.isfinite(value):
             raise RecordError(f"{where} is {value}; it must be finite")
         return int(value) if value.is_integer() and abs(value) <= _EXACT_INTEGERS else float(value)
-    if value is None or isinstance(value, bool | int):
-        return value
-    if isinstance(value, str):
+    if isinstance(value, str):  # of a class of its own, as of an enumeration
         return str(value)
     raise RecordError(f"{where} is of type {type(value).__name__}; allowed is plain JSON data")
 
@@ -96,15 +88,15 @@ class Provenance(_Frozen):
     engine: str | None = Field(
         default=None, description="program that computed the logits, with its build; null: transformers"
     )
-    dataset_fingerprint: str | None = Field(description="null when the run ended before the data was loaded")
+    dataset_fingerprint: str | None = Field(default=None, description="null: the run ended before the data was loaded")
     dataset_source: str | None = Field(
         default=None, description="what dataset.path was; null: no local text, or unknown"
     )
-    model_fingerprint: str | None = Field(description="null when the run ended before the model was loaded")
+    model_fingerprint: str | None = Field(default=None, description="null: the run ended before the model was loaded")
     command: str
     started: Annotated[AwareDatetime, AfterValidator(lambda moment: moment.astimezone(UTC))]
-    wall_seconds: dict[str, Number] = Field(description="phase -> seconds")
-    peak_memory_bytes: int | None = Field(description="peak of this run; null where it cannot be measured per run")
+    wall_seconds: dict[str, Number] = Field(default_factory=dict, description="phase -> seconds")
+    peak_memory_bytes: int | None = Field(default=None, description="of this run; null where it cannot be measured")
     seed: int
 
 
@@ -117,11 +109,7 @@ class FromPresets(_Frozen):
 
 
 class Record(_Frozen):
-    """The record of one run, written once at its end and validated when read.
-
-    `key` must be `run_key(config)`. `units` gives the unit of the metric of the same name. `Store.put` fills in
-    `samples_sha256`.
-    """
+    """The record of one run, written once at its end and validated when read; `Store.put` gives `samples_sha256`."""
 
     schema_version: Literal[2] = SCHEMA_VERSION
     key: str
@@ -165,18 +153,17 @@ class Record(_Frozen):
         return self
 
 
-def check_finite(record: Record) -> None:
+def _check_finite(record: Record) -> None:
     """Refuse measurements that are not numbers."""
-    named = {f"metric '{name}'": value for name, value in record.metrics.items()}
-    named |= {f"wall_seconds '{name}'": value for name, value in record.provenance.wall_seconds.items()}
-    for name, value in named.items():
+    for name, value in record.metrics.items():
         if not math.isfinite(value):
-            raise RecordError(f"{record.method} bits={record.bits or 'fixed'}: {name} is {value}; it must be finite")
+            where = f"{record.method} bits={record.bits or 'fixed'}"
+            raise RecordError(f"{where}: metric '{name}' is {value}; it must be finite")
 
 
 def dump_record(record: Record) -> bytes:
     """Return the bytes of a record's file: JSON, keys sorted, two spaces of indent, a final newline."""
-    check_finite(record)
+    _check_finite(record)
     text = json.dumps(record.model_dump(mode="json"), sort_keys=True, indent=2, allow_nan=False)
     return f"{text}\n".encode()
 
@@ -204,13 +191,5 @@ def parse_record(content: bytes) -> Record:
         raise RecordError(f"not valid JSON: {' '.join(str(error).split())}") from None
     except (RecursionError, OverflowError) as error:  # nested too deeply; a date that is none in UTC
         raise RecordError(f"not a record: {error}") from None
-    check_finite(record)
+    _check_finite(record)
     return record
-
-
-def words_of(command: str) -> list[str]:
-    """The words of a command line; where its quotes do not close, what stands between blanks."""
-    try:
-        return shlex.split(command)
-    except ValueError:
-        return command.split()

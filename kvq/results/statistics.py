@@ -68,24 +68,19 @@ def delta_nll(nll: Windows, baseline_nll: Windows, tokens: Windows, **drawn: int
     """Mean difference of negative log-likelihood per token between two runs on the same windows, in nats.
 
     Args:
-        nll: sum of each window's token losses, in nats.
-        baseline_nll: the same of the run it is compared with; a positive result means `nll` is worse.
+        nll, baseline_nll: sum of each window's token losses; a positive result means `nll` is worse.
         tokens: scored tokens of each window.
-        drawn: of the bootstrap: `block`, consecutive windows drawn together; `resamples`; `seed` (the result is a
-            function of the arguments alone). They are `BLOCK`, `RESAMPLES` and 0 unless given.
+        drawn: of the bootstrap: `block`, consecutive windows drawn together; `resamples`; `seed`. They are `BLOCK`,
+            `RESAMPLES` and 0 unless given.
 
-    Returns:
-        The token-weighted mean difference; its standard error, scaled by sqrt(B/(B-1)) for B blocks, because the plain
-        bootstrap divides by B and is too small for few blocks; the 95% percentile interval.
+    The standard error is scaled by sqrt(B/(B-1)) for B blocks, because the plain bootstrap divides by B and is too
+    small for few blocks; the interval is the 95% percentile interval.
     """
     return _bootstrap(np.subtract(nll, baseline_nll, dtype=np.float64), tokens, _ratio, **drawn)
 
 
 def perplexity(nll: Windows, tokens: Windows, **drawn: int) -> Estimate:
-    """exp of the mean loss per token, with its unpaired error; arguments as in `delta_nll`.
-
-    The error is that of drawing another stretch of the same text. To compare methods, use `delta_nll`.
-    """
+    """exp of the mean loss per token, with its unpaired error (another stretch of the same text), as `delta_nll`."""
 
     def exp_ratio(sums: np.ndarray, counts: np.ndarray, axis: int = -1) -> np.ndarray:
         return np.asarray(np.exp(_ratio(sums, counts, axis)))
@@ -131,14 +126,7 @@ def _bootstrap(
     resamples: int = RESAMPLES,
     seed: int = 0,
 ) -> Estimate:
-    """The statistic over all windows, with standard error and 95% interval from a bootstrap over blocks of windows.
-
-    Args:
-        sums: sum of losses of each window.
-        tokens: scored tokens of each window.
-        statistic: of sums and tokens along an axis, such as their ratio.
-        block: consecutive windows that are drawn together.
-    """
+    """The statistic of sums and tokens over all windows, with error and interval from a bootstrap over blocks."""
     counts = np.asarray(tokens, dtype=np.float64)
     if block < 1 or resamples < 2 or not len(sums) == len(counts) > 0 or not counts.min() > 0:
         what = f"block={block}, resamples={resamples}, {len(sums)} losses for {len(counts)} windows"
@@ -164,29 +152,10 @@ def _bootstrap(
     return Estimate(value, error, float(low), float(high), len(starts))
 
 
-class Flips(NamedTuple):
-    """Items counted by whether the baseline and the run got them right."""
-
-    both: int
-    lost: int
-    gained: int
-    neither: int
-
-    @property
-    def items(self) -> int:
-        """Number of items."""
-        return sum(self)
-
-    @property
-    def rate(self) -> float:
-        """Fraction of items whose outcome changed, in either direction."""
-        return (self.lost + self.gained) / self.items
-
-
-def flips(correct: Sequence[bool], baseline: Sequence[bool]) -> Flips:
-    """Count the items whose outcome changed between two runs; equal accuracies can hide changed answers."""
-    pairs = [(bool(before), bool(now)) for now, before in zip(correct, baseline, strict=True)]
-    return Flips(*(pairs.count(pair) for pair in ((True, True), (True, False), (False, True), (False, False))))
+def flips(ours: Items, theirs: Items) -> tuple[int, int]:
+    """Items that only the baseline (`theirs`) got right, 1, and that only the run did: lost and gained."""
+    now, before = (np.asarray(scores) == 1 for scores in (ours, theirs))
+    return int(np.sum(before & ~now)), int(np.sum(now & ~before))
 
 
 def mcnemar(lost: int, gained: int) -> float:
@@ -198,10 +167,7 @@ def mcnemar(lost: int, gained: int) -> float:
 
 
 def paired_mean(values: Items, baseline: Items, **drawn: int) -> Estimate:
-    """Mean difference of per-item scores between two runs on the same items, with its bootstrap error over items.
-
-    Arguments as in `delta_nll`; a positive result means `values` is higher.
-    """
+    """Mean difference of per-item scores of two runs, with its bootstrap error; positive: `values` are higher."""
     difference = np.subtract(values, baseline, dtype=np.float64)
     return _bootstrap(difference, np.ones(len(difference)), _ratio, **drawn, block=1)
 

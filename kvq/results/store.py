@@ -26,14 +26,12 @@ from kvq.results.files import (
     DIGITS,
     PACK,
     RECORD,
-    TEMPORARY,
     list_records,
     loose_samples,
     pack_samples,
     read_samples,
     record_path_of,
-    sync_folder,
-    write_temporary,
+    write_file,
 )
 from kvq.results.record import KEY_PATTERN, Record, dump_record, parse_record
 from kvq.results.versions import is_stale
@@ -105,17 +103,10 @@ class Store:
         found = _listed.get(root, {}).get(digits, [])
         if not found or not all(map(os.path.exists, found)):
             by_digits: dict[str, list[str]] = {}
-            for name in self._list():
+            for name in list_records(self.runs):
                 by_digits.setdefault(name.removesuffix(RECORD)[-DIGITS:], []).append(name)
             _listed[root], found = by_digits, by_digits.get(digits, [])
         return [path for path in map(Path, found) if _key_in(path) in (None, key)]
-
-    def _list(self) -> list[str]:
-        """Paths of all files that may be records. Raises: RecordError: a folder that cannot be read."""
-        try:
-            return list_records(self.runs)
-        except OSError as error:
-            raise RecordError(f"results_dir: cannot read '{self.runs}': {reason_of(error)}") from error
 
     def state(self, key: str) -> State:
         """What is on disk under a key; a record that cannot be read is `pending`, and says why."""
@@ -140,7 +131,7 @@ class Store:
         """
         records: dict[str, Record] = {}
         broken: list[Broken] = []
-        files = list(map(Path, self._list()))
+        files = list(map(Path, list_records(self.runs)))
         if near is not None:
             folders = {path.parts[-3:-1] for key in near for path in self._paths(key)}
             files = [path for path in files if path.parts[-3:-1] in folders]
@@ -159,8 +150,7 @@ class Store:
 
     def samples(self, key: str) -> list[dict[str, Any]]:
         """Return the samples stored with the record of `key`; an empty list when it was stored without."""
-        record = self.get(key)
-        if record is None:
+        if (record := self.get(key)) is None:
             raise RecordError(f"no record '{key}' under {self.runs}")
         return self.samples_of(record)
 
@@ -181,49 +171,33 @@ class Store:
     def put(self, record: Record, samples: Iterable[Mapping[str, Any]] = ()) -> Record:
         """Store a record and its samples, replacing what was there under its key, and return it as stored.
 
-        Hold `lock(record.key)` when another process may write the same key. When the disk is full, the old record
-        stays; a kill during the replacement leaves the old record, the new one, or none.
+        Hold `lock(record.key)` when another process may write the same key. A kill during the replacement leaves the
+        old record, the new one, or none.
         """
         lines = _dump_samples(record.key, samples)
         digest = hashlib.sha256(lines).hexdigest() if lines else None
         stored = record.model_copy(update={"samples_sha256": digest})
         path, content = self.runs / record_path_of(record), dump_record(stored)
-        if _key_in(path) not in (None, record.key):
-            raise RecordError(f"{path} holds the run {_key_in(path)}, whose key begins as that of {record.key} does")
-        pending: list[Path] = []
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            pending.append(write_temporary(self.runs, record.key, content))
-            if lines:
-                pending.append(write_temporary(self.runs, record.key, lines))
             with self._hold(PACK):
-                # Without this a kill between the two renames would leave the old record beside the new samples.
+                # First, or a kill between the two files would leave the old record beside the new samples.
                 for old in {path, *self._paths(record.key)}:
                     old.unlink(missing_ok=True)
                     loose_samples(old).unlink(missing_ok=True)
                 if lines:
-                    pending[1].replace(loose_samples(path))
-                sync_folder(path.parent)
-                pending[0].replace(path)
-                sync_folder(path.parent)
+                    write_file(loose_samples(path), lines)
+                write_file(path, content)
         except OSError as error:
             raise self._cannot_write(error) from error
-        finally:
-            for leftover in pending:
-                with contextlib.suppress(OSError):
-                    leftover.unlink(missing_ok=True)
         return stored
 
     def pack(self) -> int:
         """Move the samples of each folder into its `samples.zip`; return how many files were moved.
 
         Safe beside running sweeps, which wait while a folder is packed; see `kvq.results.files.pack_samples`.
-
-        Raises:
-            RecordError: a folder that cannot be written, or a `samples.zip` that cannot be read.
         """
         moved = 0
-        for folder in sorted({Path(path).parent for path in self._list()}):
+        for folder in sorted({Path(path).parent for path in list_records(self.runs)}):
             with self._hold(PACK):
                 try:
                     moved += pack_samples(folder)
@@ -235,15 +209,9 @@ class Store:
     def lock(self, key: str, timeout: float | None = None) -> Iterator[None]:
         """Hold the lock of `key`: one process at a time runs it. The system frees it when its holder dies.
 
-        Clears temporary files that a killed writer of this key left behind. Not re-entrant.
-
-        Args:
-            key: name of the run.
-            timeout: seconds to wait for another holder; None waits until it is free.
+        `timeout`: seconds to wait for another holder; None waits until it is free. Not re-entrant.
         """
         with self._hold(_check_key(key), timeout):
-            for path in self.runs.glob(f".{key}*{TEMPORARY}"):
-                path.unlink(missing_ok=True)
             yield
 
     @contextlib.contextmanager
@@ -263,14 +231,10 @@ class Store:
             lock.release()
 
     def check_writable(self) -> None:
-        """Write a file under runs/ that vanishes when closed."""
+        """Make a file under runs/ that vanishes when closed."""
         try:
             self.runs.mkdir(parents=True, exist_ok=True)
-            # Without a name, so that nothing stays behind when this process is killed here.
-            with tempfile.TemporaryFile(dir=self.runs) as file:
-                file.write(b"kvq\n")
-                file.flush()
-                os.fsync(file.fileno())
+            tempfile.TemporaryFile(dir=self.runs).close()  # without a name: nothing stays behind
         except OSError as error:
             raise self._cannot_write(error) from error
 
@@ -287,14 +251,9 @@ def _check_key(key: str) -> str:
 
 
 def _read(path: Path) -> Record:
-    """Parse one file; FileNotFoundError when absent, RecordError with the bare reason when it is no record."""
-    try:
-        state = path.stat()
-        record = _parse_file(path, state.st_mtime_ns, state.st_size, state.st_ino)
-    except FileNotFoundError:
-        raise
-    except OSError as error:
-        raise RecordError(f"cannot be read: {reason_of(error)}") from error
+    """Parse one file; `RecordError` with the bare reason when it is no record."""
+    state = path.stat()
+    record = _parse_file(path, state.st_mtime_ns, state.st_size, state.st_ino)
     if not path.name.endswith(record.key[:DIGITS] + RECORD):
         raise RecordError(f"its key is {record.key[:12]}..., and its file name does not end in {record.key[:DIGITS]}")
     return record
@@ -308,10 +267,7 @@ def _parse_file(path: Path, *state: int) -> Record:
 
 def _key_in(path: Path) -> str | None:
     """Key that a file written by `Store.put` holds; None where none can be read."""
-    try:
-        match = _KEY.search(path.read_bytes()) if path.is_file() else None
-    except OSError:
-        return None
+    match = _KEY.search(path.read_bytes()) if path.is_file() else None
     return match[1].decode() if match else None
 
 

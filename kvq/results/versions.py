@@ -65,11 +65,8 @@ def declared_versions() -> Mapping[str, int]:
 def versions_of(config: Mapping[str, Any], task: type[TaskConfig] | None = None) -> Versions:
     """Versions of all that makes the numbers of a run, by name: its task, the cache, the parts of its method.
 
-    A task outside the package is there by its version and, as the class of its settings, by the code of its file.
-
-    Args:
-        config: the run's canonical settings (`kvq.config.identity.canonical`); its `_target_`s are imported.
-        task: the class of the task's settings (None: that of the package's task).
+    A task outside the package is there by its version and, as the class of its settings (`task`), by the code of its
+    file. The `_target_`s of `config`, the run's canonical settings, are imported.
     """
     name = config["task"]["name"]
     task = task or SCHEMAS.get(name) or plugins.settings_of_task(name)

@@ -166,8 +166,7 @@ def _outcomes(samples: Sequence[Sample], baseline: Baseline | None) -> dict[str,
             out |= by_part(marked, part, outcome, "is")
     if baseline is not None:
         pairs = [[one["outcome"] == "bit_mixing" for one in pair] for pair in pair_items(samples, baseline.samples)]
-        counts = flips([now for now, _ in pairs], [before for _, before in pairs])
-        out["bit_mixing_p"] = mcnemar(counts.lost, counts.gained)
+        out["bit_mixing_p"] = mcnemar(*flips(*np.array(pairs).T))
     return out
 
 

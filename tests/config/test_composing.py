@@ -126,15 +126,14 @@ def test_values_given_as_lists_are_not_shared() -> None:
 
 
 def test_hydra_composes_a_choice_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the process and, for further processes, in the cache folder; a file that is broken or of other settings is
-    made anew."""
+    """In the process and, for further processes, in the cache folder; a file that is broken is made anew."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     given = ["method=kivi", "task=ppl", "bits=2"]
     composing._compose_choices.cache_clear()
     found = compose(given)
     (kept,) = (tmp_path / "kvq" / "compositions").iterdir()
     content = kept.read_bytes()
-    for broken in (content[:-9], b"", content.replace(b"kivi", b"kivj"), b"0" * 64 + content[64:]):
+    for broken in (content[:-9], b""):
         kept.write_bytes(broken)
         composing._compose_choices.cache_clear()
         assert compose(given) == found

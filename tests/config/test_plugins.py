@@ -206,15 +206,11 @@ def test_a_plugin_that_cannot_be_imported_is_one_line_and_the_run_goes_on(
 
 
 @pytest.mark.every_plugin
-@pytest.mark.parametrize(("method", "what"), [("counted", "command count|task counting"), ("kivi", "method=kivi")])
-def test_one_name_of_two_plugins_is_refused_with_both(tmp_path: Path, method: str, what: str) -> None:
-    site = tmp_path / "site"
-    install(site, "one", method=method)
-    if method == "counted":
-        install(site, "two")
-    with pytest.raises(ConfigError, match=what) as error:
+def test_one_name_of_two_plugins_is_refused_with_both(tmp_path: Path) -> None:
+    install(tmp_path / "site", "one", method="kivi")
+    with pytest.raises(ConfigError, match="method=kivi") as error:
         compose(["method=nsn"])
-    assert all(name in str(error.value) for name in (("one", "two") if method == "counted" else ("one", "conf")))
+    assert all(name in str(error.value) for name in ("one", "conf"))
 
 
 def test_a_stage_that_is_not_found_says_where_it_was_looked_for(tmp_path: Path) -> None:
@@ -223,5 +219,4 @@ def test_a_stage_that_is_not_found_says_where_it_was_looked_for(tmp_path: Path) 
         build_method("kivi", overrides=given)
     line = str(error.value)
     assert line.startswith("method.key.stages.turn._target_=kvq_missing_stage.Turn: cannot be imported (No module")
-    assert f"looked in {Path(sys.path[0] or '.').resolve()}" in line
-    assert ". Put kvq_missing_stage.py in the folder of --config-dir=..., or set PYTHONPATH" in line
+    assert "; put kvq_missing_stage.py in the folder of --config-dir=..., set PYTHONPATH or" in line

@@ -20,7 +20,6 @@ from kvq.results.presets import find_departures, with_departures
 from kvq.results.provenance import (
     PeakMemory,
     collect,
-    command_line,
     full_precision_words,
     git_state,
     single_command,
@@ -84,9 +83,11 @@ def test_no_checkout_and_no_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert git_state(tmp_path) == (None, None)
 
 
-def test_collect() -> None:
+def test_collect(monkeypatch: pytest.MonkeyPatch) -> None:
     before = utc_now()
+    monkeypatch.setattr(sys, "argv", ["/somewhere/run.py", "bits={key: 3, value: 2}", "method=nsn"])
     found = collect(dtype="float32", seed=7, started=before, wall_seconds={"load": 1.5}, peak_memory_bytes=3)
+    assert found.command == "run.py 'bits={key: 3, value: 2}' method=nsn"
     assert found.python == ".".join(map(str, sys.version_info[:3]))
     assert found.packages["torch"] == torch.__version__
     assert found.threads == torch.get_num_threads()
@@ -94,11 +95,6 @@ def test_collect() -> None:
     assert (found.started, found.wall_seconds, found.peak_memory_bytes) == (before, {"load": 1.5}, 3)
     assert (found.dataset_fingerprint, found.model_fingerprint) == (None, None)
     assert found.cpu
-
-
-def test_command_can_be_pasted_into_a_shell(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "argv", ["/somewhere/run.py", "bits={key: 3, value: 2}", "method=nsn"])
-    assert command_line() == "run.py 'bits={key: 3, value: 2}' method=nsn"
 
 
 def test_peak_memory_is_this_runs_alone() -> None:

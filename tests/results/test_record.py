@@ -87,7 +87,7 @@ def test_key_is_pinned() -> None:
         ({"a": {"b": [1, math.nan]}}, r"config\.a\.b\[1\] is nan"),
         ({"a": math.inf}, r"config\.a is inf"),
         ({"a": object()}, "type object"),
-        ({"a": {1: 2}}, "key 1 is not a string"),
+        ({"a": {1: 2}}, "a key of .1. is not a string"),
     ],
 )
 def test_key_refuses_what_json_cannot_say(settings: Any, message: str) -> None:
