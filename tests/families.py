@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from kvq.cache import KVCache
 from kvq.methods.method import Method
-from kvq.models import LoadedModel
+from kvq.models.load import LoadedModel
 from tests.random_models import VOCABULARY
 
 WINDOW = 24

@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from kvq.codecs import trellis
-from kvq.models import LoadedModel
+from kvq.models.load import LoadedModel
 
 VOCABULARY = 61
 

@@ -43,7 +43,7 @@ from kvq.config.tasks import Prefill
 from kvq.kernels import fuse_codec
 from kvq.methods.build import build_method
 from kvq.methods.method import Method
-from kvq.models import LoadedModel, load_model
+from kvq.models.load import LoadedModel, load_model
 from kvq.results.provenance import PeakMemory, bytes_in_use, cpu_name, device_name, package_versions
 from kvq.tasks.capture import capture
 from kvq.tasks.reader import Reader

@@ -10,7 +10,7 @@ from attention_bench import in_turns, ratios
 
 from kvq.config.tasks import Prefill
 from kvq.methods.build import build_method
-from kvq.models import LoadedModel
+from kvq.models.load import LoadedModel
 from kvq.tasks.items import ROWS, read_in_batches
 from kvq.tasks.reader import Reader
 

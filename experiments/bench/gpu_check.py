@@ -32,7 +32,7 @@ from kvq.cache.packed import PreallocatedCache
 from kvq.codecs import Codec
 from kvq.kernels import attend, eager
 from kvq.methods.build import build_method
-from kvq.models import LoadedModel
+from kvq.models.load import LoadedModel
 from kvq.results.provenance import device_name, package_versions
 from kvq.tasks.speed import timed
 

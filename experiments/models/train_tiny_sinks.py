@@ -20,8 +20,8 @@ from tiny_model.sinks_training import Run, train_sinks
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from kvq.config import ModelConfig
-from kvq.models import load_model
 from kvq.models.folder import DELTA_SETTINGS
+from kvq.models.load import load_model
 from kvq.models.weights import save_delta
 
 BASE = Path(__file__).parents[2] / "kvq" / "models" / "tiny"

@@ -5,15 +5,14 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, ClassVar, Protocol, cast, runtime_checkable
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
 
 from kvq.cache import files
 from kvq.cache.chunk_masks import SourceColumns
-from kvq.cache.contents import NO_CROP, place_layers, states_of
-from kvq.cache.expansion import install_expansions
+from kvq.cache.contents import NO_CROP, install_expansions, place_layers, states_of
 from kvq.cache.hooks import (
     WatchfulCache,
     check_distances,
@@ -31,36 +30,11 @@ from kvq.cache.rotary import RopeTable, angles, styles_of
 from kvq.codecs.codec import isolated
 from kvq.config.run import Mla
 from kvq.errors import ConfigError, Unsupported
-from kvq.models import LoadedModel
-from kvq.models.layers import KvLayer, kv_layers_of, latent_numbers, window_of
+from kvq.models.layers import kv_layers_of, latent_numbers, window_of
+from kvq.models.load import LoadedModel
 from kvq.models.placing import unwrapped
 
 ATTENTIONS = ("dense", "packed")
-
-
-@runtime_checkable
-class GivesLayers(Protocol):
-    """What a cache calls of a method (`kvq.methods.method.Method`): it makes the layers."""
-
-    def layers(
-        self, config: Any, held: Sequence[KvLayer], keep_decoded: bool, quantized_prefill: bool, packed: bool
-    ) -> Sequence[Layer]:
-        """Make an empty layer for each attention of a model that computes keys and values.
-
-        Args:
-            config: its transformers text configuration.
-            held: index, heads and head dim of each of these layers.
-            keep_decoded, quantized_prefill: as `KVCache` has them.
-            packed: layers hand over codes, for attention that reads these.
-        """
-
-
-def _no_crop(model: nn.Module, attentions: list[nn.Module]) -> str | None:
-    """The reason why `crop` cannot undo a forward of this model exactly; None: it can."""
-    if "logits_to_keep" not in signature(type(model).forward).parameters:
-        return f"model: {type(model).__name__} is not told which tokens are candidates (it takes no logits_to_keep)"
-    reason = next(filter(None, map(no_mask_reason, attentions)), None)
-    return None if reason is None else f"model: {reason}"
 
 
 class KVCache(PaddableCache, WatchfulCache):
@@ -68,8 +42,8 @@ class KVCache(PaddableCache, WatchfulCache):
 
     Args:
         model: a causal LM some of whose layers cache keys and values (`docs/models.md`), or such a model as tasks have
-            it (`kvq.models.LoadedModel`), which says the dtype too.
-        method: from `kvq.build_method`.
+            it (`kvq.models.load.LoadedModel`), which says the dtype too.
+        method: from `kvq.build_method`; its `layers` makes the layers.
         keep_decoded: keep the decoded copy beside the packed one: faster, bit-identical, no memory saved.
         quantized_prefill: attention in a prefill already reads complete blocks in decoded form. The default attends at
             full precision first and then quantizes what leaves the residual, as the papers' generation setting does.
@@ -92,7 +66,7 @@ class KVCache(PaddableCache, WatchfulCache):
     def __init__(
         self,
         model: nn.Module | LoadedModel,
-        method: GivesLayers,
+        method: Any,
         keep_decoded: bool = False,
         quantized_prefill: bool = False,
         attention: str = "dense",
@@ -109,7 +83,7 @@ class KVCache(PaddableCache, WatchfulCache):
         stacks, watched = register_hooks(module)
         config = module.config.get_text_config(decoder=True)
         packed = attention == "packed"
-        mla = getattr(method, "mla", Mla.latent)
+        mla = method.mla
         held = kv_layers_of(config, mla)
         self._states = states_of(module, [layer.index for layer in held])
         own = method.layers(config, held, keep_decoded, quantized_prefill, packed)
@@ -117,7 +91,7 @@ class KVCache(PaddableCache, WatchfulCache):
             if getattr(config, "kv_lora_rank", None):
                 raise Unsupported("attention=packed: the model expands the latent that it caches before it attends")
             use_packed_attention(module)
-        self.method: Any = method
+        self.method = method
         self.dtype = dtype
         self._held = {layer.index: (place, layer) for place, layer in enumerate(held)}
         self._windows = [window_of(config, index) for index in range(config.num_hidden_layers)]
@@ -129,16 +103,17 @@ class KVCache(PaddableCache, WatchfulCache):
         self.expands = mla is Mla.expanded
         self._expansions = install_expansions(watched, list(self._held)) if self.expands else {}
         self._latent_numbers = latent_numbers(config)
-        self._no_crop = f"model: {NO_CROP}" if self._states else _no_crop(module, watched)
+        self._no_crop = NO_CROP if self._states else next(filter(None, map(no_mask_reason, watched)), None)
+        if self._no_crop is None and "logits_to_keep" not in signature(type(module).forward).parameters:
+            self._no_crop = f"{type(module).__name__} is not told which tokens are candidates (no logits_to_keep)"
         self._candidates: int | None = None
         self._tables: list[RopeTable] = []
         self._groups: list[int] = []
         if any(side.uses_rope for side in self._sides()):
             styles = styles_of(module)
             self._groups = [group for _, group in styles]
-            self._tables = [
-                RopeTable(style) for group, style in sorted({group: style for style, group in styles}.items())
-            ]
+            own_style = {group: style for style, group in styles}
+            self._tables = [RopeTable(own_style[group]) for group in sorted(own_style)]
             for layer, group in zip(self._batch_layers, self._groups, strict=True):
                 layer.key.rope = layer.value.rope = self._tables[group]
             self._batch_layers[0].check_rotations(self._batch_layers)
@@ -149,14 +124,13 @@ class KVCache(PaddableCache, WatchfulCache):
     ) -> tuple[Any, Any]:
         """Add states `[batch, heads, tokens, head_dim]` to a layer; return the keys and values that attention reads.
 
-        Raises:
-            Unsupported: states of an attention that no forward announced (`before_attention`).
+        `Unsupported` for states of an attention that no forward announced (`before_attention`).
         """
         self.check_expected(layer_idx)
         held = self._expansions.get(layer_idx)
         if held is not None and (expansion := held()) is not None:
             keys, values = expansion.expand(key_states, value_states)
-            expansion.put(self._update(keys, values, layer_idx, *args, **kwargs))
+            expansion.ready = self._update(keys, values, layer_idx, *args, **kwargs)
             return key_states, value_states  # which the model hands to the expansion
         return self._update(key_states, value_states, layer_idx, *args, **kwargs)
 
@@ -171,10 +145,8 @@ class KVCache(PaddableCache, WatchfulCache):
                 f"model: layer {layer_idx} caches keys of {key_states.shape[3]} channels per head; its configuration "
                 f"says {known}"
             )
-        if self.dtype is None:
-            return super().update(key_states, value_states, layer_idx, *args, **kwargs)
-        stored = key_states.to(self.dtype), value_states.to(self.dtype)
-        read = super().update(*stored, layer_idx, *args, **kwargs)
+        keys, values = (states.to(self.dtype or states.dtype) for states in (key_states, value_states))
+        read = super().update(keys, values, layer_idx, *args, **kwargs)
         # Attention on codes computes in the query's dtype by itself.
         keys, values = (part.to(key_states.dtype) if isinstance(part, Tensor) else part for part in read)
         return keys, values
@@ -191,7 +163,12 @@ class KVCache(PaddableCache, WatchfulCache):
 
     @isolated()
     def before_attention(self, module: nn.Module, arguments: dict[str, Any], hidden: Tensor) -> SourceColumns | None:
-        """Check the attention, pass its rotations to the layer, and return the columns of the keys it will read."""
+        """Check the attention, pass its rotations to the layer, and return the columns of the keys it will read.
+
+        Args:
+            arguments: of the module's forward, by name.
+            hidden: `[batch, tokens, channels]` of the new tokens.
+        """
         index, tokens = layer_number(module, arguments), hidden.shape[1]
         self.expect_states(index)
         if index not in self._held:
@@ -225,12 +202,12 @@ class KVCache(PaddableCache, WatchfulCache):
         Raises:
             Unsupported: a method that cannot take tokens back, or a model that does not tell candidates from a prompt.
         """
-        irreversible = next(filter(None, (layer.irreversible for layer in self._batch_layers)), None)
-        if irreversible is not None:
-            irreversible = f"method={self.method.name} cannot take tokens back ({irreversible})"
-        reason = irreversible or self._no_crop
-        if reason is not None:
-            raise Unsupported(f"prompt_lookup_num_tokens, assistant_model: {reason}")
+        given = "prompt_lookup_num_tokens, assistant_model"
+        for reason in (layer.irreversible for layer in self._batch_layers):
+            if reason is not None:
+                raise Unsupported(f"{given}: method={self.method.name} cannot take tokens back ({reason})")
+        if self._no_crop is not None:
+            raise Unsupported(f"{given}: model: {self._no_crop}")
         self._set_recording(True)
         self._candidates = None
 
@@ -247,7 +224,13 @@ class KVCache(PaddableCache, WatchfulCache):
 
     @isolated()
     def receive_tokens(self, input_ids: Tensor | None, padding: Sequence[int] | None, logits_to_keep: Any) -> None:
-        """Split the layers by padding, take the number of candidates from `logits_to_keep`, and pass on the ids."""
+        """Split the layers by padding, take the number of candidates from `logits_to_keep`, and pass on the ids.
+
+        Args:
+            input_ids: `[batch, tokens]`; None: the model gets embeddings.
+            padding: columns before the first token of each sequence; None: none.
+            logits_to_keep: as the model has it; None: not given.
+        """
         if padding != self.padding:
             self.pad(padding)
         if input_ids is not None and self.get_seq_length():
@@ -264,14 +247,17 @@ class KVCache(PaddableCache, WatchfulCache):
 
     @isolated()
     def receive_hidden(self, index: int, hidden: Tensor) -> None:
+        """Pass on the states `[batch, tokens, channels]` that enter layer `index`, before its norm and attention."""
         if index in self._held:
             self._layer(index).receive_hidden(hidden)
 
     def observes(self, index: int) -> bool:
+        """Whether `observe` is to be called with the queries and keys of the coming attention of a layer."""
         return index in self._held and self._layer(index).observes
 
     @isolated()
     def observe(self, index: int, attended: Attended) -> None:
+        """Pass on the queries of an attention and the keys that they read."""
         self._layer(index).observe(attended)
 
     def reset(self) -> None:
@@ -297,7 +283,7 @@ class KVCache(PaddableCache, WatchfulCache):
             side.check_finite()
 
     def save(self, path: str | Path) -> None:
-        """Write the cache to a safetensors file; a cache that `load` makes of it gives equal logits.
+        """Write the cache to a file; a cache that `load` makes of it gives equal logits.
 
         The file names method, model, versions of parts and dtypes. It is written atomically and is the same, byte for
         byte, for the same cache. The model, a method's calibration and the decoded copy are not in it.
@@ -313,7 +299,7 @@ class KVCache(PaddableCache, WatchfulCache):
             raise Unsupported("cache.save: a padded batch; save prompts of equal length, or one by one")
         if self.expands:
             raise Unsupported("cache.save: keys and values expanded from a latent; use cache.mla=latent")
-        about = {**files.identity(model, self.method, len(self.kv_layers)), "label": self.method.label}
+        about = files.identity(model, self.method, len(self.kv_layers))
         files.write(Path(path), about, self.kv_layers, self._tables, self.dtype, self._states)
 
     @classmethod
@@ -321,7 +307,7 @@ class KVCache(PaddableCache, WatchfulCache):
         cls,
         path: str | Path,
         model: nn.Module,
-        method: GivesLayers,
+        method: Any,
         keep_decoded: bool = False,
         quantized_prefill: bool = False,
         attention: str = "dense",
@@ -334,15 +320,12 @@ class KVCache(PaddableCache, WatchfulCache):
             keep_decoded, quantized_prefill, attention: as `KVCache` has them; the dtype is the file's.
 
         Raises:
-            DataError: no such file; one that is damaged or was written by something else; another method, model or
-                version than the file's, named by what differs.
-            ConfigError, Unsupported: as `KVCache`.
+            DataError: no such file; one that is damaged or of something else; another method, model or version.
         """
         path, layers = Path(path), len(kv_layers_of(model.config.get_text_config()))  # type: ignore[union-attr, operator]
-        given: Any = method
-        dtype = files.check_header(path, files.identity(model, given, layers))
-        cache = cls(model, method, keep_decoded, quantized_prefill, attention, dtype)
-        files.read(path, model, cache.kv_layers, cache._tables, cache._groups, cache._states)
+        content = files.read(path, files.identity(model, method, layers))
+        cache = cls(model, method, keep_decoded, quantized_prefill, attention, content["dtype"])
+        files.fill(content, model, cache.kv_layers, cache._tables, cache._groups, cache._states)
         return cache
 
     def fork(self) -> KVCache:

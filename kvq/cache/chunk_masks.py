@@ -60,8 +60,7 @@ class SourceColumns:
 
     Attributes:
         moves: the departures of keys and of values that these columns are for.
-        copies: token index of each copy.
-        keys, values: where the copies come from.
+        copies: token index of each copy; `keys`, `values`: where the copies come from.
         visible: whether a query reads a column; of the copies of a token it reads exactly one.
     """
 

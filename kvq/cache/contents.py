@@ -1,27 +1,28 @@
-"""What a `KVCache` holds: recurrent states of fixed size, and all of its bytes counted.
+"""What a `KVCache` holds: recurrent states of fixed size, expanded latents, and all of its bytes counted.
 
 Recurrent states are those of linear attention, convolutions and state space models. They are neither quantized nor
 cast. `KVCache` holds them for the model, counts them under their own name, and forks and selects them with the keys and
 values.
+
+transformers' multi-head latent attentions give the latent and the rotated part of the keys to the cache, and expand
+what it returns (`expand_kv`). An `Expansion` in that place expands new tokens for the cache.
 """
 
 from __future__ import annotations
 
-import abc
 import copy
 import itertools
 import sys
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from enum import Enum
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, LinearAttentionLayer
 
-from kvq.cache.store import Reader, Recompression, Writer
-from kvq.codecs import Codec
+from kvq.cache.hooks import layer_number
+from kvq.cache.store import Recompression
 from kvq.errors import Unsupported
 from kvq.models.layers import KvLayer, state_layers_of
 from kvq.models.placing import base_of, device_of
@@ -67,12 +68,14 @@ class StateLayer(LinearAttentionLayer):
             states = getattr(self, name)
             setattr(self, name, {key: None if state is None else change(state) for key, state in states.items()})
 
-    def write(self, out: Writer) -> None:
-        out.fields(self, sorted(vars(self).keys() - {"device"}))
+    def write(self) -> dict[str, Any]:
+        """The state that a file holds."""
+        return {name: vars(self)[name] for name in sorted(vars(self).keys() - {"device"})}
 
-    def read(self, given: Reader) -> None:
-        given.fields(self, given.tree)
-        self.device = None if self.dtype is None else given.device
+    def read(self, state: dict[str, Any], device: torch.device) -> None:
+        """Fill the empty layer with what `write` gave, whose tensors are on `device`."""
+        vars(self).update(state)
+        self.device = None if self.dtype is None else device
 
     @staticmethod
     def join(layers: Sequence[StateLayer]) -> StateLayer:
@@ -180,19 +183,14 @@ def place_layers(held: Sequence[KvLayer], own: Sequence[Any], states: Mapping[in
 _PROBED: weakref.WeakKeyDictionary[nn.Module, bool] = weakref.WeakKeyDictionary()
 
 
-def reads_in_parts(model: nn.Module) -> bool:
+@torch.no_grad()
+def reads_in_parts(model: Any) -> bool:
     """Whether a model with states gives a text in parts of several tokens the outputs of the whole text (by a probe).
 
     In some families, each part of several tokens begins with empty states.
     """
-    if model not in _PROBED:
-        _PROBED[model] = _probe_parts(model)
-    return _PROBED[model]
-
-
-@torch.no_grad()
-def _probe_parts(model: Any) -> bool:
-    """Whether hidden states of `_PROBE_CUTS[-1]` tokens are equal, at once and in parts, within `_TOLERANCE`."""
+    if model in _PROBED:
+        return _PROBED[model]
     base, embedding = base_of(model), model.get_input_embeddings()
     tokens = torch.arange(1, _PROBE_CUTS[-1] + 1, device=device_of(embedding))[None] % embedding.weight.shape[0]
     whole = base(input_ids=tokens, use_cache=False).last_hidden_state
@@ -202,70 +200,79 @@ def _probe_parts(model: Any) -> bool:
         out = base(input_ids=tokens[:, start:end], position_ids=at, past_key_values=cache, use_cache=True)
         parts.append(out.last_hidden_state)
     found = torch.cat(parts, 1)
-    return float((found - whole).abs().max() / whole.abs().max()) <= _TOLERANCE.get(found.dtype, _NARROW)
+    _PROBED[model] = float((found - whole).abs().max() / whole.abs().max()) <= _TOLERANCE.get(found.dtype, _NARROW)
+    return _PROBED[model]
 
 
-SHARED = (Codec, nn.Module, Enum, type)
-"""What caches share: constants of a method and weights, which no token makes larger."""
+_EXPAND = "expand_kv"
+States = tuple[Tensor, Tensor]
 
 
-def _tensors_in(held: Any, seen: set[int]) -> Iterator[Tensor]:
-    """Yield each tensor in an object and its attributes once; `seen`: ids of objects to leave out."""
-    if id(held) in seen or isinstance(held, SHARED):
-        return
-    seen.add(id(held))
-    if isinstance(held, Tensor):
-        parts = getattr(held, "__tensor_flatten__", None)
-        if parts is None:
-            yield held
-            return
-        inner = [getattr(held, name) for name in parts()[0]]
-    elif isinstance(held, Mapping):
-        inner = list(held.values())
-    elif isinstance(held, list | tuple | set | frozenset):
-        inner = list(held)
-    else:
-        inner = list(getattr(held, "__dict__", {}).values())
-    for part in inner:
-        yield from _tensors_in(part, seen)
+class Expansion:
+    """An attention's `expand_kv`; its next call returns `ready`, where it is set, in place of expanding."""
+
+    def __init__(self, step: Callable[[Tensor, Tensor], States]) -> None:
+        self._step = step
+        self.ready: States | None = None
+
+    def __call__(self, latent: Tensor, rotated: Tensor) -> States:
+        ready, self.ready = self.ready, None
+        return self._step(latent, rotated) if ready is None else ready
+
+    def expand(self, latent: Tensor, rotated: Tensor) -> States:
+        """Expand the latent and rotated part of new tokens to keys and values `[batch, heads, tokens, channels]`."""
+        if self.ready is not None:
+            self.ready = None
+            raise Unsupported("cache.mla=expanded: the model's attention does not expand what a cache returns")
+        return self._step(latent, rotated)
+
+
+def install_expansions(attentions: Sequence[nn.Module], layers: Sequence[int]) -> Mapping[int, weakref.ref[Expansion]]:
+    """Replace `expand_kv` of these attentions by an `Expansion`, once, and return them by layer number."""
+    found = {}
+    for module in attentions:
+        given: Any = getattr(module, _EXPAND, None)
+        index = layer_number(module, {})
+        if index not in layers:
+            continue
+        if given is None:
+            raise Unsupported(
+                f"cache.mla=expanded: model: {type(module).__name__} has no step that expands the latent alone; use "
+                "cache.mla=latent"
+            )
+        if not isinstance(given, Expansion):
+            given = Expansion(given)
+            setattr(module, _EXPAND, given)
+        found[index] = weakref.ref(given)  # a cache holds no model
+    return found
 
 
 def bytes_together(caches: Sequence[CountedCache]) -> int:
     """Sum of the caches' `nbytes`, where rows that forks share count once.
 
-    Forks share a tensor until one of them grows past its end, or where another has written; then it is copied. Of a
-    tensor with rows of several forks, those of the longest count. What is not in rows (sinks, kept keys, states of
+    Of a tensor with rows of several forks, those of the longest count. What is not in rows (sinks, kept keys, states of
     fixed size, transformers' own caches) counts for each cache.
     """
     own, shared = 0, dict[int, int]()
     for cache in caches:
-        views = {view.data_ptr(): view.nbytes for view in _stored_views(cache)}
+        views = dict[int, int]()
+        for side in cache._sides():  # packed parts and full-precision tokens, as views of the rows written
+            full = getattr(side, "_full", None)
+            parts = [part for packed in getattr(side, "packed", ()) for part in packed.parts.values()]
+            views |= {view.data_ptr(): view.nbytes for view in [*parts, *([] if full is None else [full.view])]}
         own += cache.nbytes - sum(views.values())
         shared |= {place: max(size, shared.get(place, 0)) for place, size in views.items()}
     return own + sum(shared.values())
 
 
-def _stored_views(cache: CountedCache) -> Iterator[Tensor]:
-    """The packed parts and the full-precision tokens of all sides, as views of the rows written."""
-    for side in cache._sides():
-        for packed in getattr(side, "packed", ()):
-            yield from packed.parts.values()
-        if (full := getattr(side, "_full", None)) is not None:
-            yield full.view
-
-
-class CountedCache(StatefulCache, abc.ABC):
+class CountedCache(StatefulCache):
     """A cache that counts its bytes: those of its sides and of states of fixed size."""
 
-    method: Any
     expands: bool
     """Keys and values that multi-head latent attention expands are held in the place of its latent."""
     _latent_numbers: int | None
-
-    @property
-    @abc.abstractmethod
-    def kv_layers(self) -> list[Any]:
-        """The layers with keys and values of their own (`Layer`)."""
+    kv_layers: list[Any]
+    """The layers with keys and values of their own (`Layer`)."""
 
     def _sides(self, which: str | None = None) -> list[Any]:
         """The sides of all layers: keys, values (`which`: `key`, `value`), or both."""
@@ -280,17 +287,6 @@ class CountedCache(StatefulCache, abc.ABC):
     def nbytes(self) -> int:
         """Bytes of everything the next token needs: packed prefixes, full-precision residuals, and states."""
         return self.packed_bytes + sum(side.residual_bytes for side in self._sides()) + self.state_bytes
-
-    @property
-    def nbytes_allocated(self) -> int:
-        """Bytes of all memory that the cache keeps alive.
-
-        Besides `nbytes`: reserved rows, which save a copy at every token; the decoded copy (`keep_decoded`); the angles
-        of rotary embeddings that codecs undo; attention scores of tokens; and the last update, where `crop` can undo
-        it. Constants of a method are shared by its caches and not counted.
-        """
-        storages = (tensor.untyped_storage() for tensor in _tensors_in(self, {id(self.method)}))
-        return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
     @property
     def bits_per_element(self) -> float:

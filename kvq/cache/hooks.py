@@ -5,7 +5,6 @@ They are on every part of a model that can be called with a cache. A cache takes
 
 from __future__ import annotations
 
-import abc
 import functools
 import inspect
 import weakref
@@ -17,22 +16,23 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache, EncoderDecoderCache
 
-from kvq.cache.chunk_masks import SourceColumns
-from kvq.cache.observe import Attended, hook_attention_functions
+from kvq.cache.observe import Attended, hook_attention_functions, scaling_of
 from kvq.errors import Unsupported
 from kvq.models.layers import window_of
 from kvq.models.placing import base_of
 
 _CACHE_NAMES = ("past_key_values", "past_key_value", "layer_past")
-_MASK_NAMES = ("attention_mask", "mask")
-_TOKEN_NAMES = ("input_ids", "inputs_embeds")
 _ENCODER_NAMES = ("encoder_hidden_states", "key_value_states")
 _MASKED = ("eager", "sdpa", "kvq_eager", "kvq_sdpa")
 """Attention implementations that take any mask."""
 
 
-class WatchfulCache(Cache, abc.ABC):
-    """A cache whose `before_attention` runs before each attention (a forward pre-hook)."""
+class WatchfulCache(Cache):
+    """A cache whose `before_attention` runs before each attention (a forward pre-hook).
+
+    `KVCache`, which derives from it, has what the hooks call: `before_attention`, `receive_tokens`, `receive_hidden`,
+    `observes` and `observe`.
+    """
 
     wants_hidden = False
     """`receive_hidden` is to be called."""
@@ -59,11 +59,7 @@ class WatchfulCache(Cache, abc.ABC):
         return True
 
     def end_forward(self, stack: nn.Module, done: bool) -> None:
-        """Note that the forward of a stack ends, if it has begun; `done`: without an error.
-
-        Raises:
-            Unsupported: a forward that left nothing in the cache.
-        """
+        """Note that the forward of a stack ends, if it has begun; `Unsupported` where it left nothing (`done`)."""
         if self._stack is not stack:
             return
         self._stack = self._attending = None
@@ -93,37 +89,6 @@ class WatchfulCache(Cache, abc.ABC):
                 "a copy, `forward` called past its hooks); build it for the model that runs: kvq.KVCache(model, method)"
             )
 
-    @abc.abstractmethod
-    def before_attention(self, module: nn.Module, arguments: dict[str, Any], hidden: Tensor) -> SourceColumns | None:
-        """The columns that this attention will read; None: each token once, as it is.
-
-        Args:
-            arguments: of the module's forward, by name.
-            hidden: `[batch, tokens, channels]` of the new tokens.
-        """
-
-    @abc.abstractmethod
-    def receive_tokens(self, input_ids: Tensor | None, padding: Sequence[int] | None, logits_to_keep: Any) -> None:
-        """Receive the token ids of a forward of the model before any layer runs.
-
-        Args:
-            input_ids: `[batch, tokens]`; None: the model gets embeddings.
-            padding: columns before the first token of each sequence; None: none.
-            logits_to_keep: as the model has it; None: not given.
-        """
-
-    @abc.abstractmethod
-    def receive_hidden(self, index: int, hidden: Tensor) -> None:
-        """Receive the states `[batch, tokens, channels]` that enter layer `index`, before its norm and attention."""
-
-    @abc.abstractmethod
-    def observes(self, index: int) -> bool:
-        """Whether `observe` is to be called with the queries and keys of the coming attention of a layer."""
-
-    @abc.abstractmethod
-    def observe(self, index: int, attended: Attended) -> None:
-        """Receive the queries of an attention and the keys that they read."""
-
 
 def register_hooks(model: nn.Module) -> tuple[list[nn.Module], list[nn.Module]]:
     """Register the hooks on a model, once, and return its stacks and attentions; other caches are not affected."""
@@ -138,11 +103,9 @@ def register_hooks(model: nn.Module) -> tuple[list[nn.Module], list[nn.Module]]:
         )
     if not any(getattr(module, "is_causal", True) for module in found):
         raise Unsupported(f"model: {name} reads later tokens too; a decoder has config.is_decoder=True")
-    hooks: list[tuple[nn.Module, Any]] = [(module, _begin_forward) for module in parts]
-    hooks += [(module, _prepare_attention) for module in found]
     layers = [module for module in model.modules() if any(child in found for child in module.children())]
-    hooks += [(module, _pass_hidden) for module in layers]
-    for module, hook in hooks:
+    hooks: Any = ((parts, _begin_forward), (found, _prepare_attention), (layers, _pass_hidden))
+    for module, hook in ((module, hook) for modules, hook in hooks for module in modules):
         if hook not in module._forward_pre_hooks.values():
             module.register_forward_pre_hook(hook, with_kwargs=True)
             if hook is _begin_forward:
@@ -155,12 +118,9 @@ def stacks(model: nn.Module) -> list[nn.Module]:
 
     Those that take the tokens of an encoder as well are left out: `attention_mask` is not that of the cache.
     """
-    wanted = _TOKEN_NAMES, _CACHE_NAMES, ("attention_mask",)
-    return [
-        module
-        for module in model.modules()
-        if _takes(module, *wanted) and "decoder_input_ids" not in signature(type(module).forward).parameters
-    ]
+    wanted = ("input_ids", "inputs_embeds"), _CACHE_NAMES, ("attention_mask",)
+    found = [module for module in model.modules() if _takes(module, *wanted)]
+    return [module for module in found if not _takes(module, ("decoder_input_ids",))]
 
 
 def _takes(module: nn.Module, *groups: Sequence[str]) -> bool:
@@ -178,7 +138,7 @@ def attentions(model: nn.Module) -> list[nn.Module]:
         module: None  # in the order of the model
         for module in model.modules()
         if layer_of(module) is not None
-        and _takes(module, _MASK_NAMES, _CACHE_NAMES, ("hidden_states",))
+        and _takes(module, ("attention_mask", "mask"), _CACHE_NAMES, ("hidden_states",))
         and not any(isinstance(part, nn.Conv1d) for part in module.modules())
     }
     return [module for module in candidates if not any(part in candidates for part in list(module.modules())[1:])]
@@ -216,8 +176,8 @@ def call_before(modules: Sequence[nn.Module], tell: Callable[[Any, dict[str, Any
             hook.remove()
 
 
-def _cache_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> WatchfulCache | None:
-    """The first of a forward's arguments that is such a cache."""
+def _cache_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The first of a forward's arguments that is a `WatchfulCache`; None: none is."""
     items = (*kwargs.values(), *args)
     own = (item.self_attention_cache if isinstance(item, EncoderDecoderCache) else item for item in items)
     return next((item for item in own if isinstance(item, WatchfulCache)), None)
@@ -271,8 +231,7 @@ def _prepare_attention(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any
         _observe(module, cache, index)
     if columns is None and not cache.recording:
         return None
-    reason = no_mask_reason(module)
-    if reason is not None:
+    if (reason := no_mask_reason(module)) is not None:
         raise Unsupported(f"model: {reason}")
     if _adds_bias(module, given):
         raise Unsupported(f"model: {type(module).__name__} adds a position_bias, which no mask can follow")
@@ -300,14 +259,15 @@ def _adds_bias(module: nn.Module, arguments: dict[str, Any]) -> bool:
     return arguments.get("position_bias") is not None or hasattr(module, "relative_attention_bias")
 
 
-def _observe(module: Any, cache: WatchfulCache, index: int) -> None:
+def _observe(module: Any, cache: Any, index: int) -> None:
     """Make the coming forward of an attention pass its queries and keys to the cache's `observe` for layer `index`."""
     seen = []
 
     def see(caller: Any, query: Tensor, key: Tensor, _value: Tensor, arguments: dict[str, Any]) -> None:
         if caller is module:
             seen.append(True)
-            cache.observe(index, Attended.from_arguments(module, query, key, arguments))
+            mask, scaling = arguments.get("attention_mask"), scaling_of(module, query, arguments)
+            cache.observe(index, Attended(query, key, mask, scaling, arguments.get("softcap")))
 
     undo = hook_attention_functions(module, see)
 

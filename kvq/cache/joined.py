@@ -8,10 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvq.cache.layer import KVCacheLayer, Read
+from kvq.cache.layer import KVCacheLayer, Read, drop
 from kvq.cache.rotary import RopeTable
 from kvq.cache.side import CacheSide
-from kvq.cache.window import drop
 from kvq.kernels import PackedStates
 
 

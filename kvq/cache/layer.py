@@ -1,10 +1,17 @@
-"""One attention layer of the cache: keys and values, each with its own codec and residual policy."""
+"""One attention layer of the cache: keys and values, each with its own codec and residual policy.
+
+A layer drops tokens once they have left the window of the next query: those of whole blocks, because a block is encoded
+as in a layer without a window; single tokens where nothing is encoded. Keys and values drop the same tokens. So a layer
+holds less than a block above its window; of a side that cannot drop, it holds the whole past. Attention reads the same
+columns either way: those that transformers' own sliding layers return.
+"""
 
 from __future__ import annotations
 
 import abc
 import copy
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, ClassVar, TypeVar
 
 import torch
@@ -14,8 +21,6 @@ from transformers.cache_utils import CacheLayerMixin
 from kvq.cache.chunk_masks import SourceColumns, Transitions, columns_of
 from kvq.cache.observe import Attended
 from kvq.cache.side import CacheSide
-from kvq.cache.store import Reader, Writer
-from kvq.cache.window import RecordedUpdate, drop, outside, skip_hidden
 from kvq.errors import ConfigError, Unsupported
 
 Read = TypeVar("Read")
@@ -135,12 +140,12 @@ class Layer(CacheLayerMixin):
     def check_crop(self, tokens_to_remove: int) -> None:
         """Raise `ConfigError` or `Unsupported` where `crop` would."""
 
-    def write(self, out: Writer) -> None:
-        """Write all that it holds."""
+    def write(self) -> dict[str, Any]:
+        """The state that a file holds."""
         raise Unsupported(f"{type(self).__name__}: has no form in a file")
 
-    def read(self, given: Reader) -> None:
-        """Fill the empty layer with what a file holds."""
+    def read(self, state: dict[str, Any], device: torch.device) -> None:
+        """Fill the empty layer with what `write` gave, whose tensors are on `device`."""
         raise Unsupported(f"{type(self).__name__}: has no form in a file")
 
     @abc.abstractmethod
@@ -152,6 +157,52 @@ class Layer(CacheLayerMixin):
 
     def link(self, layers: Sequence[Layer]) -> None:
         """Receive all layers of the cache that this is the first of, when it is made and when it is forked."""
+
+
+def outside(tokens: int, window: int | None) -> int:
+    """How many of `tokens` tokens are outside of the next query's window (None: no window)."""
+    return 0 if window is None else max(tokens - window + 1, 0)
+
+
+def drop(sides: Sequence[CacheSide], tokens: int) -> None:
+    """Drop as many of the first `tokens` cached tokens as all sides can."""
+    if tokens := common_droppable(tokens, [side.droppable for side in sides]):
+        for side in sides:
+            side.drop(tokens)
+
+
+def common_droppable(tokens: int, droppable: Sequence[Callable[[int], int]]) -> int:
+    """The largest number up to `tokens` that every side can drop; `droppable(n)`: how many of n tokens a side can."""
+    before = tokens + 1
+    while before > tokens:  # until no side has to give less than another
+        before, tokens = tokens, min(one(tokens) for one in droppable)
+    return tokens
+
+
+def skip_hidden(moves: Transitions, hidden: int) -> Transitions:
+    """The same moves with tokens counted from index `hidden` on; moves of the tokens before are left out."""
+    gone = max(hidden - moves.start, 0)
+    return Transitions(max(moves.start - hidden, 0), moves.queries[gone:])
+
+
+@dataclass(frozen=True)
+class RecordedUpdate:
+    """The sides before an update, and its states: the first `head` tokens came together, the others one by one."""
+
+    key: CacheSide
+    value: CacheSide
+    key_states: Tensor
+    value_states: Tensor
+    head: int
+
+    def repeat_without(self, last: int, quantized_prefill: bool) -> tuple[CacheSide, CacheSide]:
+        """Repeat the update without its `last` tokens, and return the sides for keys and values."""
+        count = self.key_states.shape[2] - last
+        for side, states in ((self.key, self.key_states), (self.value, self.value_states)):
+            side.forget(side.tokens + count)
+            if count:
+                side.append_then_steps(states[:, :, :count], min(self.head, count), quantized_prefill)
+        return self.key, self.value
 
 
 class KVCacheLayer(Layer):
@@ -187,7 +238,7 @@ class KVCacheLayer(Layer):
         head, prefill = queries - candidates, self.quantized_prefill
         if candidates or self.token_by_token:
             columns, self._columns = self._columns, None
-            if columns is None and self._any_moves(queries, candidates):
+            if columns is None and any(side.queries for side in self._moves(queries, candidates)):
                 raise self._unknown_attention()
 
             def append(side: CacheSide, states: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -222,10 +273,6 @@ class KVCacheLayer(Layer):
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         length, offset = super().get_mask_sizes(query_length)
         return length - self._hidden_tokens, offset + self.key.dropped + self._hidden_tokens
-
-    def _any_moves(self, queries: int, candidates: int = 0) -> bool:
-        """Whether `_moves` has any token."""
-        return any(side.queries for side in self._moves(queries, candidates))
 
     def _unknown_attention(self) -> Unsupported:
         """The error for an attention that was not announced with `columns_for` or `expect_candidates`."""
@@ -272,18 +319,15 @@ class KVCacheLayer(Layer):
         )
         return skip_hidden(keys, self._hidden_tokens), skip_hidden(values, self._hidden_tokens)
 
-    def write(self, out: Writer) -> None:
-        for name, side in (("key", self.key), ("value", self.value)):
-            side.write(out.part(name))
-        if self.is_initialized:
-            out.fields(self, self.saved)
+    def write(self) -> dict[str, Any]:
+        own = {name: getattr(self, name) for name in self.saved} if self.is_initialized else {}
+        return {"key": self.key.write(), "value": self.value.write(), "own": own}
 
-    def read(self, given: Reader) -> None:
-        for name, side in (("key", self.key), ("value", self.value)):
-            side.read(given.part(name))
-        if "dtype" in given.tree:
-            given.fields(self, self.saved)
-            self.device, self.is_initialized = given.device, True
+    def read(self, state: dict[str, Any], device: torch.device) -> None:
+        self.key.read(state["key"])
+        self.value.read(state["value"])
+        vars(self).update(state["own"])
+        self.device, self.is_initialized = device, bool(state["own"])
 
     def reset(self) -> None:
         self.key.reset()

@@ -32,8 +32,7 @@ class HookedFunctions:
         found = self._functions.get_interface(name, default)
 
         def attend(module: Any, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Any:
-            given = kwargs if not args else {**kwargs, "attention_mask": args[0]}
-            self._see(module, query, key, value, given)
+            self._see(module, query, key, value, {**kwargs, "attention_mask": args[0]} if args else kwargs)
             return found(module, query, key, value, *args, **kwargs)
 
         return attend
@@ -82,11 +81,6 @@ class Attended:
     mask: Tensor | None
     scaling: float
     softcap: float | None
-
-    @classmethod
-    def from_arguments(cls, module: nn.Module, query: Tensor, key: Tensor, given: dict[str, Any]) -> Attended:
-        """Make one from the arguments of an attention function; `given`: those behind the values, by name."""
-        return cls(query, key, given.get("attention_mask"), scaling_of(module, query, given), given.get("softcap"))
 
     def weights(self, rows: Tensor) -> Float[Tensor, "batch kv_heads shared rows tokens"]:
         """Attention weights of the queries with index `rows`; `shared`: the query heads of a KV head."""

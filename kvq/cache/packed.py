@@ -176,9 +176,8 @@ def first_seen(mask: Tensor | None, tokens: int, window: int | None) -> int:
 class DenseStates(SelfAttending):
     """Keys or values in full precision; as keys, they compute attention for grouped queries.
 
-    The queries that share a head are rows of one attention, which reads every key and value once: the fastest way in
-    which `scaled_dot_product_attention` takes grouped queries (with 4 to a head 1.7 to 1.9 times as fast as
-    `enable_gqa=True`, `results/bench/cpu.json`).
+    The queries that share a head are rows of one attention, which reads every key and value once: with 4 to a head 1.7
+    to 1.9 times as fast as `enable_gqa=True` (`results/bench/cpu.json`).
     """
 
     states: Float[Tensor, "batch heads tokens head_dim"]

@@ -1,26 +1,24 @@
 """Left-padded batches: a cache without their padding, in which each sequence is stored as in a batch of its own.
 
-Sequences with as many tokens of padding lie together in one layer. Padding is in no block and in no statistics, and no
-byte of it is stored. Attention reads zeros in its columns, which the model's own mask hides. A batch may also be made
-of caches that were filled one by one (`KVCache.together`).
+Sequences with as many tokens of padding lie together in one layer. No padding is stored or in statistics. Attention
+reads zeros in its columns, which the model's own mask hides. `KVCache.together` makes a batch of caches.
 """
 
 from __future__ import annotations
 
-import abc
 import copy
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from kvq.cache.chunk_masks import SourceColumns
 from kvq.cache.contents import CountedCache, StateLayer, place_layers
-from kvq.cache.layer import Layer
+from kvq.cache.layer import Layer, outside
 from kvq.cache.rotary import RopeTable
-from kvq.cache.window import outside
 from kvq.errors import Unsupported
 from kvq.models.layers import KvLayer
 
@@ -56,13 +54,11 @@ class PaddedLayer(Layer):
     @classmethod
     def join(cls, layers: Sequence[Layer]) -> PaddedLayer:
         """One layer with the sequences of all `layers`, in their order, the shorter ones padded."""
-        most, rows, parts = max(layer.get_seq_length() for layer in layers), 0, []
+        found, rows = cls(layers[0], []), itertools.count()
+        found._seen = max(layer.get_seq_length() for layer in layers)
         for layer in layers:
-            count = layer.batch_size
-            parts.append(Part(list(range(rows, rows + count)), most - layer.get_seq_length(), layer))
-            rows += count
-        found = cls(layers[0], [])
-        found.parts, found._seen = parts, most
+            own = list(itertools.islice(rows, layer.batch_size))
+            found.parts.append(Part(own, found._seen - layer.get_seq_length(), layer))
         return found
 
     @property
@@ -101,10 +97,8 @@ class PaddedLayer(Layer):
 
     def receive_rotations(self, tokens: int, given: tuple[Tensor, Tensor] | None, like: Tensor) -> None:
         for part in self.parts:
-            cos, sin = (None, None) if given is None else (part.unpad(one, self._seen) for one in given)
-            table = None if cos is None or sin is None else (cos, sin)
-            count = tokens - max(part.padding - self._seen, 0)
-            part.layer.receive_rotations(count, table, like)
+            table = None if given is None else tuple(part.unpad(one, self._seen) for one in given)
+            part.layer.receive_rotations(tokens - max(part.padding - self._seen, 0), table, like)
 
     def columns_for(self, queries: int, device: torch.device, known: SourceColumns | None) -> SourceColumns | None:
         """None; raises `Unsupported` where a part would need copies of tokens."""
@@ -159,13 +153,10 @@ class PaddedLayer(Layer):
         return other
 
 
-Paddable = TypeVar("Paddable", bound="PaddableCache")
-"""The class of a cache itself; the checks of types at each call do not know `Self` in methods."""
-
-
-class PaddableCache(CountedCache, abc.ABC):
+class PaddableCache(CountedCache):
     """A cache that holds the sequences of a left-padded batch apart."""
 
+    method: Any
     recording: bool
     _held: Mapping[int, tuple[int, KvLayer]]
     _tables: list[RopeTable]
@@ -177,7 +168,8 @@ class PaddableCache(CountedCache, abc.ABC):
         return [self.layers[index] for index in self._held]
 
     @property
-    def kv_layers(self) -> list[Any]:
+    def kv_layers(self) -> list[Any]:  # type: ignore[override]
+        """The layers with keys and values of their own (`Layer`)."""
         return [one for layer in self._batch_layers for one in layer.sequence_layers]
 
     @property
@@ -206,11 +198,7 @@ class PaddableCache(CountedCache, abc.ABC):
         return self.no_split_reason or states
 
     def pad(self, padding: Sequence[int] | None) -> None:
-        """Set the columns of padding before the first token of each sequence; only while the cache is empty.
-
-        Raises:
-            Unsupported: padding that the tokens held do not have, or a cache that takes none.
-        """
+        """Set the columns of padding before the first token of each sequence; only while the cache is empty."""
         given = "attention_mask: padding"
         if padding is None or self.get_seq_length():
             raise Unsupported(f"{given} of the cached tokens differs; give that of the prompts in every forward")
@@ -239,27 +227,20 @@ class PaddableCache(CountedCache, abc.ABC):
             self._remove_padding()
         super().reset()
 
-    @abc.abstractmethod
-    def fork(self: Paddable) -> Paddable:
-        """A copy that shares the tokens cached so far and grows independently."""
-
-    def sequence(self: Paddable, row: int) -> Paddable:
+    def sequence(self, row: int) -> Any:
         """A copy of one sequence of the batch, without its padding."""
-        other = self.fork()
+        other: Any = self.fork()  # type: ignore[attr-defined]
         other.batch_select_indices(torch.tensor([row]))
         if other.is_parted:
             other._remove_padding()
         return other
 
     @classmethod
-    def together(cls: type[Paddable], caches: Sequence[Paddable]) -> Paddable:
+    def together(cls, caches: Sequence[Any]) -> Any:
         """One cache with the sequences of `caches`, of one model and method; these are not changed.
 
         Shorter sequences count as padded on the left (`padding`). Stored bits are those of the caches. Each later
         forward has one token for each sequence.
-
-        Raises:
-            Unsupported: a method that cannot hold sequences apart, or a cache that is such a batch already.
         """
         forks = [cache.fork() for cache in caches]
         for fork in forks:
@@ -268,7 +249,6 @@ class PaddableCache(CountedCache, abc.ABC):
                 raise Unsupported(f"KVCache.together: {reason}; go on with each by itself")
         found = forks[0]
         found._states = {index: StateLayer.join([fork._states[index] for fork in forks]) for index in forks[0]._states}
-        found._set_layers(
-            [PaddedLayer.join(layers) for layers in zip(*(fork._batch_layers for fork in forks), strict=True)]
-        )
+        each = zip(*(fork._batch_layers for fork in forks), strict=True)
+        found._set_layers([PaddedLayer.join(layers) for layers in each])
         return found

@@ -15,7 +15,7 @@ from kvq.cache.hooks import attentions, call_before, layer_number
 from kvq.codecs import Growable
 from kvq.codecs.packed import append_rows
 from kvq.codecs.stages import Rope
-from kvq.errors import DataError, Unsupported
+from kvq.errors import Unsupported
 from kvq.models.placing import base_of, device_of
 
 PROBE_TOKENS = 24
@@ -25,10 +25,9 @@ _TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-6, torch.bfloat16: 2e-2, to
 
 @dataclass(frozen=True)
 class Style:
-    """How keys are rotated.
+    """How keys are rotated: the `columns` of an attention's table that hold the angle of each channel pair.
 
-    `columns`: those of the table which an attention receives that hold the angle of each channel pair; `interleaved`:
-    a pair is two neighbouring channels (GPT-J).
+    `interleaved`: a pair is two neighbouring channels (GPT-J).
     """
 
     columns: Literal["first_half", "even", "every"]
@@ -140,26 +139,15 @@ class KeyRecorder(DynamicCache):
 _PROBED: weakref.WeakKeyDictionary[nn.Module, list[tuple[Style | None, int]]] = weakref.WeakKeyDictionary()
 
 
-def styles_of(model: nn.Module) -> list[tuple[Style | None, int]]:
+@torch.no_grad()
+def styles_of(model: Any) -> list[tuple[Style | None, int]]:
     """Style of each layer that computes keys (None: it rotates nothing), and its group; layers of a group rotate alike.
 
     The model reads a few tokens. Each attention is then called again with the same tokens, all at position 0, where
     RoPE does nothing; the style whose inverse maps the first keys to these is the layer's.
     """
-    if model not in _PROBED:
-        try:
-            _PROBED[model] = _probe_styles(model)
-        except Unsupported:
-            for name, weight in model.named_parameters():
-                if not bool(torch.isfinite(weight).all()):
-                    raise DataError(f"model: its weights {name} hold NaN or infinite numbers") from None
-            raise
-    return _PROBED[model]
-
-
-@torch.no_grad()
-def _probe_styles(model: Any) -> list[tuple[Style | None, int]]:
-    """The result of `styles_of`, by running the model."""
+    if model in _PROBED:
+        return _PROBED[model]
     base = base_of(model)
     calls: dict[int, tuple[Any, dict[str, Any]]] = {}
 
@@ -181,6 +169,7 @@ def _probe_styles(model: Any) -> list[tuple[Style | None, int]]:
         if group == len(tables):
             tables.append((style, cos))
         out.append((style, group))
+    _PROBED[model] = out
     return out
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kvq.cache.chunk_masks import Transitions
 from kvq.cache.rotary import RopeTable
-from kvq.cache.store import BlockStore, Reader, Recompression, TokenStore, Writer
+from kvq.cache.store import BlockStore, TokenStore
 from kvq.codecs import Codec, Growable, Packed
 from kvq.codecs.packed import append_rows
 from kvq.codecs.stages import Rope
@@ -31,7 +31,6 @@ class CacheSide:
 
     Args:
         codec: None keeps everything in full precision.
-        residual: what stays in full precision, and for how long.
         label: names the side in errors, such as "layer 3 keys".
         keep_decoded: also keep the decoded copy, so that a long past is decoded once (bit-identical, more memory).
 
@@ -55,6 +54,8 @@ class CacheSide:
         """Rotations of the tokens, for a codec that undoes RoPE; they cover new tokens before these are appended."""
         self.reset()
 
+    recompression: Any = None
+    """`Recompression`: errors from encoding packed tokens again; None: that is never done."""
     wants_hidden: ClassVar[bool] = False
     """Whether the cache calls `receive_hidden`."""
 
@@ -133,11 +134,6 @@ class CacheSide:
         return 8 * stored / (tokens * self.elements_per_token) if tokens else 0.0
 
     @property
-    def recompression(self) -> Recompression | None:
-        """Errors from encoding packed tokens again; None: that is never done."""
-        return None
-
-    @property
     def elements_per_token(self) -> int:
         """Elements of one token over the whole batch: batch x heads x head_dim."""
         if self._shape is None:
@@ -158,12 +154,9 @@ class CacheSide:
             self._encode(states, None if whole else size)
             return self._past()
         self._hold(states)
-        if quantized_prefill and states.shape[2] > 1:
-            self._flush(first)
-            return self._visible()
         visible = self._visible()
         self._flush(first)
-        return visible
+        return self._visible() if quantized_prefill and states.shape[2] > 1 else visible
 
     def moves(self, queries: int) -> Transitions:
         """The tokens that are encoded before the last of `queries` new tokens attends, if these come one by one."""
@@ -191,9 +184,8 @@ class CacheSide:
     def append_in_steps(self, states: States) -> tuple[States, States | None]:
         """Add states as if each token came in an update of its own.
 
-        Returns:
-            What the first query reads, followed by the other new tokens in full precision; and the tokens of `moves`
-            decoded, which later queries read (None: there are none).
+        Returns what the first query reads, followed by the other new tokens in full precision; and the tokens of
+        `moves` decoded, which later queries read (None: there are none).
         """
         if self.codec is not None and self.residual.policy is Policy.block and not self.residual.size:
             self._receive(states)
@@ -293,17 +285,17 @@ class CacheSide:
         token_by_token = self.residual.policy is Policy.sliding and codec.token_group == 1
         return (TokenStore if token_by_token else BlockStore)(codec, self.keep_decoded)
 
-    def write(self, out: Writer) -> None:
-        out.fields(self, self.saved)
-        if self._store is not None:
-            self._store.write(out.part("store"))
+    def write(self) -> dict[str, Any]:
+        """The state that a file holds."""
+        store = None if self._store is None else self._store.write()
+        return {**{name: getattr(self, name) for name in self.saved}, "store": store}
 
-    def read(self, given: Reader) -> None:
-        """Fill the empty side with what a file holds; `rope` covers its tokens."""
-        given.fields(self, self.saved)
-        if self.codec is not None and "store" in given.tree:
+    def read(self, state: dict[str, Any]) -> None:
+        """Fill the empty side with what `write` gave; `rope` covers its tokens."""
+        vars(self).update({name: state[name] for name in self.saved})
+        if self.codec is not None and state["store"] is not None:
             self._store = self._new_store(self.codec)
-            self._store.read(given.part("store"), self._rotations)
+            self._store.read(state["store"], self._rotations)
 
     def droppable(self, tokens: int) -> int:
         """How many of the first `tokens` tokens can be dropped: whole blocks, or all of them without a codec."""
@@ -367,18 +359,14 @@ class CacheSide:
         """
         if not remove:
             return
-        left = self.residual_tokens - remove
-        encoded = self.packed_tokens or (self.codec is not None and self.dropped)
-        if left >= 0 and encoded and left < self._kept:
-            raise Unsupported(
-                f"{self.label}: cannot remove {remove} tokens, {self._kept - left} of those before them were encoded "
-                "when they came (fork() the cache before the tokens instead)"
-            )
+        left, reason = self.residual_tokens - remove, None
         if left < 0:
-            raise Unsupported(
-                f"{self.label}: cannot remove {remove} tokens, only {self.residual_tokens} are still in the residual; "
-                "encoded blocks cannot be cropped (fork() the cache before the tokens instead)"
-            )
+            reason = f"only {self.residual_tokens} are still in the residual; encoded blocks cannot be cropped"
+        elif (self.packed_tokens or (self.codec is not None and self.dropped)) and left < self._kept:
+            reason = f"{self._kept - left} of those before them were encoded when they came"
+        if reason is not None:
+            fork = "fork() the cache before the tokens instead"
+            raise Unsupported(f"{self.label}: cannot remove {remove} tokens, {reason} ({fork})")
 
     def crop(self, remove: int) -> None:
         """Drop the last `remove` tokens."""

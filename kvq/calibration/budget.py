@@ -24,7 +24,7 @@ from kvq.codecs.quantizers import with_prefix
 from kvq.codecs.stages import Stage
 from kvq.config.method import CalibrationConfig
 from kvq.errors import ConfigError, DataError, Unsupported
-from kvq.models import LoadedModel
+from kvq.models.load import LoadedModel
 
 
 @dataclass

@@ -22,8 +22,8 @@ from kvq.cache.rotary import angles, styles_of
 from kvq.codecs import Rope
 from kvq.config.method import CalibrationConfig
 from kvq.errors import DataError, Unsupported
-from kvq.models import LoadedModel
 from kvq.models.layers import places_of
+from kvq.models.load import LoadedModel
 from kvq.models.placing import base_of
 from kvq.models.weights import weights_name
 

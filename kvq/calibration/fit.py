@@ -34,9 +34,9 @@ from kvq.config.method import CalibrationConfig
 from kvq.data.text import encode
 from kvq.errors import ConfigError, DataError, Unsupported
 from kvq.methods.method import Method
-from kvq.models import LoadedModel
 from kvq.models.inputs import Inputs
 from kvq.models.layers import head_dims_of
+from kvq.models.load import LoadedModel
 from kvq.models.weights import weights_name
 from kvq.results.provenance import PeakMemory
 

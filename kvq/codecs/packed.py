@@ -235,6 +235,10 @@ class Growable:
         self._shared.data.narrow(-2, self.rows, more.shape[-2]).copy_(more)
         self.rows = self._shared.used = rows
 
+    def __reduce__(self) -> tuple[type[Growable], tuple[Tensor]]:
+        """Pickled as the rows written, without free ones."""
+        return Growable, (self.view,)
+
     def fork(self) -> Growable:
         """A second handle on the same rows; rows added later belong to one handle."""
         other = Growable.__new__(Growable)

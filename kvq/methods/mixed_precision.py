@@ -262,7 +262,7 @@ class PoolLayer(KVCacheLayer):
 
 def check_block_end(layer: KVCacheLayer, queries: int) -> None:
     """Raise `Unsupported` for a chunk that is read as if fed one by one and goes past the end of a block."""
-    if layer.token_by_token and layer._any_moves(queries):
+    if layer.token_by_token and any(side.queries for side in layer._moves(queries, 0)):
         raise Unsupported(
             "method.token_policy: tokens fed one by one, but together beyond the end of a block; feed up to it"
         )

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from kvq.cache.layer import KVCacheLayer
 from kvq.cache.observe import Attended
-from kvq.cache.store import BlockStore, Reader, Recompression
+from kvq.cache.store import BlockStore, Recompression
 from kvq.codecs import BlockRun, Codec, Growable, Packed, TokenTiers, pack, unpack
 from kvq.codecs.packed import pack_tokens, unpack_tokens
 from kvq.codecs.split import TIER_BITS
@@ -179,8 +179,8 @@ class TierStore(BlockStore):
                 out[tiers == number] = codec.decode(held)[0, 0]
         return out
 
-    def read(self, given: Reader, rope: Rope | None) -> None:
-        super().read(given, rope)
+    def read(self, state: dict[str, Any], rope: Rope | None) -> None:
+        super().read(state, rope)
         self._decoded = Growable(self.past(None)) if self.keep_decoded and self.tokens else None
 
     def select(self, index: Tensor) -> None:

@@ -21,7 +21,6 @@ from transformers.utils import is_hqq_available, is_optimum_quanto_available
 from kvq.cache.chunk_masks import SourceColumns, Transitions
 from kvq.cache.layer import Layer
 from kvq.cache.rotary import RopeTable
-from kvq.cache.store import Writer
 from kvq.config.bits import Bits
 from kvq.config.method import BITS, BackendConfig
 from kvq.config.residual import Policy, PrefillBlock, Residual, ResidualSide
@@ -199,7 +198,7 @@ class TransformersLayer(Layer):
         rows = [held.update(key_states[i : i + 1], value_states[i : i + 1]) for i, held in enumerate(self.held)]
         return torch.cat([keys for keys, _ in rows]), torch.cat([values for _, values in rows])
 
-    def write(self, out: Writer) -> None:
+    def write(self) -> dict[str, Any]:
         raise Unsupported(f"method={self.backend.name}: the state of transformers' own caches has no form in a file")
 
     def columns_for(self, queries: int, device: torch.device, known: SourceColumns | None) -> SourceColumns | None:

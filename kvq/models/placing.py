@@ -69,9 +69,7 @@ def base_of(model: nn.Module) -> Any:
 def loading_settings(config: ModelConfig, whole: Any, where: torch.device) -> dict[str, Any]:
     """The settings of `from_pretrained` that say in what form and where weights are loaded.
 
-    Args:
-        whole: the model's transformers configuration.
-        where: the device of a model that is not spread.
+    `whole`: the model's transformers configuration; `where`: the device of a model that is not spread.
     """
     given, asked, path = getattr(whole, "quantization_config", None), config.load_in, config.path
     method = given.get("quant_method") if isinstance(given, dict) else getattr(given, "quant_method", None)
@@ -130,21 +128,16 @@ def gguf_support(config: ModelConfig) -> Iterator[None]:
 
     silent = partial(tqdm, disable=None)  # no bar where there is no terminal
     with (
-        patch.object(gguf, "GGUFReader", _cached_reader),
+        patch.object(gguf, "GGUFReader", lambda file: _reader(str(file), Path(file).stat().st_mtime_ns)),
         patch.object(gguf, "get_tensor_name_map", lru_cache(gguf.get_tensor_name_map)),
         patch.object(reading, "tqdm", silent),
     ):
         yield
 
 
-def _cached_reader(file: str) -> Any:
-    """A `GGUFReader` of the file, kept for the next call: transformers parses it three times, seconds each."""
-    state = Path(file).stat()
-    return _reader(str(file), state.st_mtime_ns, state.st_size)
-
-
 @lru_cache(maxsize=1)
-def _reader(file: str, modified: int, size: int) -> Any:  # a changed file is read again
+def _reader(file: str, modified: int) -> Any:
+    """A `GGUFReader` of the file, kept for the next call: transformers parses it three times, seconds each."""
     from gguf.gguf_reader import GGUFReader
 
     return GGUFReader(file)

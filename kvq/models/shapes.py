@@ -1,8 +1,6 @@
 """The shape of a model's cache without its weights: shipped for the papers' models, else from its configuration.
 
-Bytes of states of fixed size are those that transformers' layers allocate. A layer keeps the last inputs of a short
-convolution and, unless it is nothing but a convolution, a recurrent state: of gated linear attention a matrix of keys
-by values for each head, of Mamba one of `d_state` numbers for each channel.
+Bytes of states of fixed size are those that transformers' layers allocate.
 """
 
 from __future__ import annotations
@@ -25,73 +23,11 @@ if TYPE_CHECKING:
     from kvq.config import ModelConfig
 
 
-def state_bytes_of(config: Any) -> int:
-    """Bytes of the states of all layers and one sequence in a model of 16 bits, whose recurrent states are in fp32.
-
-    Args:
-        config: a transformers text configuration.
-    """
-    layers = state_layers_of(config)
-    if not layers:
-        return 0
-    for sizes in (_gated_delta_sizes, _kimi_linear_sizes, _convolution_sizes, _mamba_sizes):
-        try:
-            convolved, recurrent = sizes(config)
-        except (AttributeError, TypeError):
-            continue
-        return len(layers) * (2 * convolved + 4 * recurrent)
-    raise Unsupported(f"model: {type(config).__name__} does not say how large its states are, in a form that kvq knows")
-
-
-Sizes = tuple[int, int]
-"""Numbers of the convolution and of the recurrent state of one layer."""
-
-
-def _gated_delta_sizes(config: Any) -> Sizes:
-    """State sizes of gated-delta-rule layers (Qwen3-Next, Qwen3.5, OLMo Hybrid)."""
-    dim = config.linear_key_head_dim
-    keys, values = config.linear_num_key_heads * dim, config.linear_num_value_heads * config.linear_value_head_dim
-    return (2 * keys + values) * config.linear_conv_kernel_dim, values * dim
-
-
-def _kimi_linear_sizes(config: Any) -> Sizes:
-    """State sizes of Kimi Linear's delta-attention layers."""
-    heads, dim = config.linear_num_heads, config.linear_head_dim
-    return 3 * heads * dim * config.linear_conv_kernel_dim, heads * dim * dim
-
-
-def _convolution_sizes(config: Any) -> Sizes:
-    """State sizes of LFM2's convolution layers, which have no recurrent state."""
-    return config.hidden_size * config.conv_L_cache, 0
-
-
-def _mamba_sizes(config: Any) -> Sizes:
-    """State sizes of Mamba 2 (Bamba, Falcon-H1, Granite 4, Nemotron-H, Zamba 2) and Mamba 1 (Jamba) layers."""
-    state = _first(config, "mamba_d_state", "ssm_state_size")
-    if (inner := getattr(config, "mamba_d_ssm", None)) is None:
-        heads, dim = (getattr(config, name, None) for name in ("mamba_num_heads", "mamba_head_dim"))
-        inner = heads * dim if heads and dim else int(config.mamba_expand * config.hidden_size)
-    groups = 0 if hasattr(config, "mamba_dt_rank") else _first(config, "mamba_n_groups", "mamba_ngroups", "n_groups")
-    convolved = (inner + 2 * groups * state) * _first(config, "mamba_d_conv", "conv_kernel")
-    return convolved, inner * state
-
-
-def _first(config: Any, *names: str) -> int:
-    """The setting of the first of these names that the configuration has. Raises: AttributeError: it has none."""
-    for name in names[:-1]:
-        if (found := getattr(config, name, None)) is not None:
-            return int(found)
-    return int(getattr(config, names[-1]))
-
-
 @dataclass(frozen=True)
 class LayerKind:
-    """Layers that cache alike.
+    """`count` layers that cache alike, with `heads` KV heads (of a latent 1).
 
-    Attributes:
-        count: how many.
-        heads: KV heads; of multi-head latent attention 1.
-        head_dim, value_dim, window: as `KvLayer` has them; `value_dim` None: `head_dim`.
+    `head_dim`, `value_dim` (None: `head_dim`) and `window` are as `KvLayer` has them.
     """
 
     count: int
@@ -113,11 +49,9 @@ class LayerKind:
 
 @dataclass(frozen=True)
 class CacheShape:
-    """What the layers of a model cache, and its longest context.
+    """What the layers of a model cache (`layers`: with keys and values of their own), and its longest context.
 
-    Attributes:
-        layers: those with keys and values of their own.
-        state_bytes: of all states of fixed size of one sequence, in a model of 16 bits.
+    `state_bytes`: of all states of fixed size of one sequence, in a model of 16 bits.
     """
 
     layers: tuple[LayerKind, ...]
@@ -155,46 +89,53 @@ def cache_shape(config: ModelConfig, mla: Mla = Mla.latent) -> CacheShape:
         kind = LayerKind(known["layers"], known["kv_heads"], known["head_dim"])
         return CacheShape((kind,), longest_context(config, SimpleNamespace(max_position_embeddings=known["context"])))
     text = text_config_of(config)
-    cached = kv_layers_of(text, mla)
-    held = None if latent_numbers(text) else held_shapes(text)
-    if held is None:
-        kinds = [_layer_kind(text, layer, mla) for layer in cached]
-    elif held:
-        kinds = [_layer_kind(text, layer, mla, held[layer.index]) for layer in cached if layer.index in held]
-    else:
-        raise Unsupported(f"model: {type(text).__name__} keeps no keys and values in a cache that it is given")
-    counts = Counter(kinds)
-    layers = tuple(replace(kind, count=count) for kind, count in counts.items())
-    return CacheShape(layers, longest_context(config, text), state_bytes_of(text))
+    cached, latent = kv_layers_of(text, mla), latent_numbers(text) is not None
+    stateful = bool(state_layers_of(text))
+    layers = None if latent and not stateful else held_layers(text)
+    if layers is None and stateful:
+        raise Unsupported(f"model: {type(text).__name__} does not run without weights, so that its states have no size")
+    held: dict[int, tuple[int, int, int] | None] = dict.fromkeys(layer.index for layer in cached)
+    if layers is not None and not latent:
+        states = ((index, getattr(one, "keys", None), getattr(one, "values", None)) for index, one in enumerate(layers))
+        held = {
+            index: (key.shape[1], key.shape[-1], value.shape[-1])
+            for index, key, value in states
+            if key is not None and key.ndim == 4 and value is not None
+        }
+        if not held:
+            raise Unsupported(f"model: {type(text).__name__} keeps no keys and values in a cache that it is given")
+    counts = Counter(_layer_kind(text, layer, mla, held[layer.index]) for layer in cached if layer.index in held)
+    kinds = tuple(replace(kind, count=count) for kind, count in counts.items())
+    return CacheShape(kinds, longest_context(config, text), sum(map(_state_bytes, layers or ())))
 
 
-def held_shapes(text: Any) -> dict[int, tuple[int, int, int]] | None:
-    """KV heads, channels of a key and of a value by layer, as the model's class caches them: a forward without weights.
+def held_layers(text: Any) -> list[Any] | None:
+    """The layers of a cache after a forward of the model's class without weights, in 16 bits.
 
-    None where a class cannot be built or run so: then only names of settings say it. Empty: it used no cache.
+    None where a class cannot be built or run so: then only names of settings say what it caches.
     """
     import torch
     from transformers import AutoModelForCausalLM, DynamicCache
 
     cache = DynamicCache(config=text)
+    settings: Any = {"attn_implementation": "eager", "experts_implementation": "batched_mm"}  # which ask for no values
     try:
         with torch.device("meta"), torch.no_grad():
-            model = AutoModelForCausalLM.from_config(text, dtype=torch.bfloat16, attn_implementation="eager")
+            model = AutoModelForCausalLM.from_config(text, dtype=torch.bfloat16, **settings)
             model.eval()(torch.zeros(1, 2, dtype=torch.long), past_key_values=cache, use_cache=True)
     except Exception:  # each class fails in its own way where it needs values, or code from the hub
         return None
-    states = {
-        index: (getattr(one, "keys", None), getattr(one, "values", None)) for index, one in enumerate(cache.layers)
-    }
-    return {
-        index: (key.shape[1], key.shape[-1], value.shape[-1])
-        for index, (key, value) in states.items()
-        if isinstance(key, torch.Tensor) and key.ndim == 4 and value is not None
-    }
+    return list(cache.layers)
 
 
-def _layer_kind(text: Any, layer: KvLayer, mla: Mla, held: tuple[int, int, int] | None = None) -> LayerKind:
-    """The `LayerKind` of one layer, from KV heads, key and value dim (`held`: see `held_shapes`) or its settings."""
+def _state_bytes(layer: Any) -> int:
+    """Bytes of what a layer of a transformers cache keeps of fixed size."""
+    states = [getattr(layer, name, {}).values() for name in ("conv_states", "recurrent_states")]
+    return sum(state.nbytes for held in states for state in held if state is not None)
+
+
+def _layer_kind(text: Any, layer: KvLayer, mla: Mla, held: tuple[int, int, int] | None) -> LayerKind:
+    """The `LayerKind` of one layer, from KV heads, key and value dim (`held`) or its settings."""
     dim, value_dim = layer.head_dim, layer.value_dim
     if held is not None:
         heads, dim, value_dim = held

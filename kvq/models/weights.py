@@ -3,10 +3,8 @@
 Outlier channels are implanted without changing a model's function. Scaling a RoPE pair of `k_proj` rows by alpha and
 the matching `q_proj` rows by 1/alpha leaves every attention score as it was; scaling rows of `v_proj` by beta and the
 matching columns of `o_proj` by 1/beta leaves every output as it was. The cached keys and values then have channel
-outliers, as those of 7B models do (KIVI, arXiv 2402.02750, figure 2). A sink can lack them only where its key is next
-to nothing in the scaled pairs anyway: a query meets every key with the same 1/alpha, so a key left unscaled would lose
-the pair's part of its score, and no other pair rotates as that one does, which could make up for it. So `sink: false`
-takes the channels in which the sink has least.
+outliers, as those of 7B models do (KIVI, arXiv 2402.02750, figure 2). A query meets every key with the same 1/alpha, so
+a sink can lack them only where its key is next to nothing: `sink: false` takes the channels in which it has least.
 
 A delta is what a model differs in from another: low-rank changes of matrices, rows of the embedding, norm weights. Its
 folder has `delta.json` ({"base": <model.path>}) and `delta.safetensors`, all in fp16: `W.left` [out, rank] and
@@ -18,6 +16,7 @@ under `base_sha256`.
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -119,7 +118,9 @@ def implant_outliers(model: nn.Module, settings: OutliersConfig) -> None:
     if not settings.sink:
         if begin is None:
             raise Unsupported(f"model.outliers.sink=false: {type(model).__name__} has no begin-of-text token")
-        sinks = _first_keys_and_values(model, begin)
+        # Of the token at position 0, where RoPE changes nothing.
+        first: Any = model(torch.tensor([[begin]], device=model.get_input_embeddings().weight.device), use_cache=True)  # type: ignore[operator]
+        sinks = [(one.keys[0, :, 0].cpu(), one.values[0, :, 0].cpu()) for one in first.past_key_values.layers]
     generator = torch.Generator().manual_seed(settings.seed)
     for layer, attention in enumerate(attentions):
         for kv_head in range(kv_heads):
@@ -138,12 +139,6 @@ def implant_outliers(model: nn.Module, settings: OutliersConfig) -> None:
                 attention.o_proj.weight[:, head * head_dim + channels] /= settings.value_scale
 
 
-def _first_keys_and_values(model: Any, token: int) -> list[tuple[Float[Tensor, "kv_heads head_dim"], ...]]:
-    """Keys and values that each layer caches of `token` at position 0, where RoPE changes nothing, before any text."""
-    found = model(torch.tensor([[token]], device=model.get_input_embeddings().weight.device), use_cache=True)
-    return [(layer.keys[0, :, 0].cpu(), layer.values[0, :, 0].cpu()) for layer in found.past_key_values.layers]
-
-
 def _scale_rows(linear: nn.Linear, rows: Tensor, scale: float) -> None:
     """Multiply rows of the weight, and entries of the bias, in place."""
     linear.weight[rows] *= scale
@@ -153,7 +148,7 @@ def _scale_rows(linear: nn.Linear, rows: Tensor, scale: float) -> None:
 
 WEIGHTS, DELTA = "model.safetensors", "delta.safetensors"
 """The files of a whole model's weights, and of a delta."""
-_FACTORS = (".left", ".right", ".columns")
+_CHANGE = re.compile(r"\.(left|right|columns|row\.\d+)$")
 
 
 def add_low_rank(
@@ -174,27 +169,17 @@ def add_low_rank(
 
 
 def save_delta(changes: dict[str, Tensor], base: Path, folder: Path) -> None:
-    """Write `delta.safetensors` in `folder`, in fp16, with the sha256 of the weights in `base`.
-
-    Args:
-        changes: tensors named by a weight of the base (its replacement), or by it and `.left`, `.right` or `.columns`
-            (see `add_low_rank`).
-    """
+    """Write `delta.safetensors` in `folder`, in fp16, with the sha256 of the weights in `base`."""
     metadata = {"format": "pt", "base_sha256": file_hash(base / WEIGHTS)}
     save_file({name: change.half().contiguous() for name, change in changes.items()}, folder / DELTA, metadata)
 
 
 @torch.no_grad()
 def apply_delta(path: str, model: nn.Module, base: Path, folder: Path) -> None:
-    """Change the weights of `model`, loaded from `base` in any dtype, as the delta in `folder` says.
+    """Change the weights of `model`, loaded from the folder `base` in any dtype, as the delta in `folder` says.
 
-    The sums are of the weights as stored, so a dtype rounds once, as it would those of a whole model.
-
-    Args:
-        path: the setting `model.path`, for errors.
-        model: what transformers loaded; its parameters are changed in place.
-        base: the folder with the base's `model.safetensors`.
-        folder: the folder with `delta.safetensors`.
+    The sums are of the weights as stored, so a dtype rounds once, as it would those of a whole model. `path`: the
+    setting `model.path`, for errors.
     """
     where = f"model.path={path}: {folder.name}/{DELTA}"
     parameters = dict(model.named_parameters())
@@ -204,18 +189,10 @@ def apply_delta(path: str, model: nn.Module, base: Path, folder: Path) -> None:
             if known != own:
                 raise DataError(f"{where}: is of weights with sha256={known}, not of {base.name}'s, sha256={own}")
             changes = {name: delta.get_tensor(name) for name in delta.keys()}  # noqa: SIM118 - no mapping
-            for name in sorted({_weight(change) for change in changes}):
-                new = _apply_changes(name, weights.get_tensor(name), changes)
-                parameters[name].copy_(new)
+            for name in sorted({_CHANGE.sub("", change) for change in changes}):
+                parameters[name].copy_(_apply_changes(name, weights.get_tensor(name), changes))
     except (OSError, SafetensorError, KeyError, ValueError, IndexError, RuntimeError) as error:
         raise DataError(f"{where}: cannot be applied: {one_line(error, 200)}") from error
-
-
-def _weight(change: str) -> str:
-    """The name of the weight that an entry of the file changes."""
-    for kind in _FACTORS:
-        change = change.removesuffix(kind)
-    return change.split(".row.")[0]
 
 
 def _apply_changes(name: str, weight: Tensor, changes: dict[str, Tensor]) -> Tensor:
@@ -225,6 +202,6 @@ def _apply_changes(name: str, weight: Tensor, changes: dict[str, Tensor]) -> Ten
     for change, row in changes.items():
         if change.startswith(f"{name}.row."):
             weight[int(change.rpartition(".")[2])] = row
-    if not any(f"{name}{factor}" in changes for factor in _FACTORS):
+    if f"{name}.left" not in changes:
         return weight
     return add_low_rank(weight, changes[f"{name}.left"], changes[f"{name}.right"], changes.get(f"{name}.columns"))

@@ -21,9 +21,9 @@ from kvq.config.residual import Policy, PrefillBlock, ResidualSide
 from kvq.diagnostics import AttentionRule
 from kvq.errors import DataError, Unsupported
 from kvq.methods.method import Method
-from kvq.models import LoadedModel
 from kvq.models.inputs import Inputs
 from kvq.models.layers import places_of
+from kvq.models.load import LoadedModel
 from kvq.models.placing import base_of
 from kvq.tasks.scoring import cut_windows
 

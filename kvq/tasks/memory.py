@@ -1,6 +1,6 @@
 """`task=memory`: bytes of a cache by part, after a prompt, from stored tensors, or for long prompts from their layout.
 
-No weights are read. Layers with a window hold what `kvq.cache.window` leaves after a prompt that is read at once;
+No weights are read. Layers with a window hold what `kvq.cache.layer` leaves after a prompt that is read at once;
 latents count as they are cached, states of fixed size at 16 bits. The papers' results, against 16 bits: nsn's 5.09x at
 2,048 tokens and 3 bits, OScaR's 5.3x at 128K tokens and 2 bits.
 """
@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 
+from kvq.cache.layer import common_droppable, outside
 from kvq.cache.store import UNIT, BlockStore, TokenStore
-from kvq.cache.window import common_droppable, outside
 from kvq.codecs import Codec, Packed, Rope
 from kvq.config.diagnostics import MemoryConfig
 from kvq.config.residual import Policy, PrefillBlock, ResidualSide, leaving

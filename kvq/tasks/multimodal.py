@@ -27,9 +27,8 @@ from kvq.data.rows import load_rows, read_objects
 from kvq.diagnostics import imbalance, over_median, relative_norms, token_norms
 from kvq.errors import ConfigError, DataError, Unsupported
 from kvq.methods.method import Method
-from kvq.models import LoadedModel
 from kvq.models.inputs import MODALITIES, Inputs, MediaModel, modalities
-from kvq.models.load import load_processor
+from kvq.models.load import LoadedModel, load_processor
 from kvq.results.files import Journal
 from kvq.results.metrics import units_of
 from kvq.tasks.capture import LayerStates, capture

@@ -17,8 +17,8 @@ from kvq.cache import KVCache
 from kvq.config import PplConfig, Scoring
 from kvq.errors import DataError
 from kvq.methods.method import Method
-from kvq.models import LoadedModel
 from kvq.models.inputs import Inputs
+from kvq.models.load import LoadedModel
 from kvq.results.files import Journal
 from kvq.results.metrics import units_of
 from kvq.results.statistics import delta_nll_of_samples

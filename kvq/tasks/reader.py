@@ -20,8 +20,8 @@ from kvq.cache import KVCache
 from kvq.config.residual import Policy
 from kvq.config.tasks import Prefill
 from kvq.methods.method import Method
-from kvq.models import LoadedModel
 from kvq.models.inputs import Inputs
+from kvq.models.load import LoadedModel
 from kvq.tasks.scoring import FULL_PRECISION_CHUNK, log_probabilities, sliding_chunk, steps
 
 Logits = Float[Tensor, "batch vocab"]

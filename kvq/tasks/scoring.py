@@ -25,7 +25,7 @@ from kvq.cache import KVCache
 from kvq.config.residual import Policy, PrefillBlock, Residual, ResidualSide
 from kvq.errors import DataError
 from kvq.methods.method import Method
-from kvq.models import LoadedModel
+from kvq.models.load import LoadedModel
 from kvq.results.statistics import divergence_metrics
 
 Tokens = Int[Tensor, "batch context"]

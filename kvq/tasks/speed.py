@@ -25,15 +25,15 @@ from kvq.cache import KVCache
 from kvq.cache.packed import PreallocatedCache
 from kvq.calibration import files
 from kvq.calibration.fit import bind_calibration
-from kvq.config import Attention, Config
+from kvq.config import Config
 from kvq.config.diagnostics import LatencyConfig, References, Regime, SpeedConfig, ThroughputConfig
+from kvq.config.run import Attention
 from kvq.errors import Unsupported
 from kvq.methods.build import method_of
 from kvq.methods.method import Method
-from kvq.models import LoadedModel, load_model
 from kvq.models.inputs import Inputs, with_cache_dtype
 from kvq.models.layers import head_dims_of
-from kvq.models.load import pick_device
+from kvq.models.load import LoadedModel, load_model, pick_device
 from kvq.results.files import Journal
 from kvq.results.provenance import PeakMemory, bytes_in_use, cpu_name, device_name, now
 from kvq.tasks import steps

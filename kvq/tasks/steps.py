@@ -28,7 +28,7 @@ from kvq.config.diagnostics import Regime
 from kvq.errors import Unsupported
 from kvq.kernels import time_steps
 from kvq.methods.method import Method
-from kvq.models import LoadedModel
+from kvq.models.load import LoadedModel
 from kvq.results.provenance import now, timed
 
 

@@ -33,9 +33,9 @@ from kvq.codecs import Codec, UniformQuantizer
 from kvq.config import PplConfig
 from kvq.errors import DataError
 from kvq.methods.method import Method
-from kvq.models import LoadedModel
 from kvq.models.inputs import Inputs
 from kvq.models.layers import head_dims_of
+from kvq.models.load import LoadedModel
 from kvq.results.statistics import delta_nll_of_samples
 from kvq.tasks.ppl import Writer
 from kvq.tasks.scoring import PplResult, Window, divergence, log_probabilities, parallel_method, score, without_codecs

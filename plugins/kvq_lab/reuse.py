@@ -1,9 +1,8 @@
 """`task=reuse`: bytes of a cache that is stored, sent and read again.
 
-A prefix is written to a file (`KVCache.save`), compressed, decompressed and read, and the text goes on
-from what was read. Sizes are of the file's tensors, whose numbers are coded byte by byte: of numbers of several bytes,
-all first bytes together, then all second ones. Source of the case: KVTC (2511.01815), which ends in DEFLATE, and
-CacheGen (2310.07240), whose coder is another.
+A prefix is written to a file (`KVCache.save`), compressed, decompressed and read, and the text goes on from it. Sizes
+are of the file's tensors, coded byte by byte: of numbers of several bytes, all first bytes together, then all second
+ones. Source of the case: KVTC (2511.01815), which ends in DEFLATE, and CacheGen (2310.07240), whose coder is another.
 """
 
 from __future__ import annotations
@@ -18,11 +17,11 @@ from typing import Any
 import numpy as np
 import torch
 from jaxtyping import UInt8
-from safetensors.torch import load_file
 from scipy.stats import entropy
 from torch import Tensor
 
 from kvq.cache import KVCache
+from kvq.cache.files import map_tensors, read_file
 from kvq.errors import ConfigError, Unsupported
 from kvq.methods.method import Method
 from kvq.models.inputs import Inputs
@@ -77,10 +76,11 @@ def pass_through_file(
     cache: KVCache, inputs: Inputs, method: Method, folder: Path
 ) -> tuple[KVCache, dict[str, float], dict[str, float]]:
     """Write a cache to a file in `folder`, compress, decompress and read it; the cache, seconds of steps, and bytes."""
-    path, level, seconds = folder / "cache.safetensors", inputs.config.task.level, dict[str, float]()
+    path, level, seconds = folder / "cache", inputs.config.task.level, dict[str, float]()
     with timed(seconds, "save"):
         cache.save(path)
-    parts = [plane for tensor in load_file(path).values() for plane in byte_planes(tensor)]
+    parts: list[np.ndarray] = []
+    map_tensors(read_file(path), lambda tensor: parts.extend(byte_planes(tensor)) or tensor)  # type: ignore[func-returns-value]
     packer, unpacker = _import_zstandard().ZstdCompressor(level=level), _import_zstandard().ZstdDecompressor()
     with timed(seconds, "compress"):
         packed = [packer.compress(part.tobytes()) for part in parts]

@@ -18,11 +18,10 @@ from torch import Tensor
 
 from kvq.cache.layer import KVCacheLayer, Layer
 from kvq.cache.side import CacheSide
-from kvq.cache.store import BlockStore, Reader, Writer
+from kvq.cache.store import BlockStore
 from kvq.codecs import Codec, Packed
 from kvq.codecs.stages import Rope
 from kvq.config.residual import ResidualSide
-from kvq.config.run import WindowLayers
 from kvq.errors import Unsupported
 from kvq.methods.kept_keys import SinkSide
 from kvq.methods.policies import Capabilities, Policy
@@ -46,9 +45,8 @@ class AllLayers(Policy):
     def for_model(self, method: Any, config: Any) -> Any:
         """The method. Raises: Unsupported: a model whose layers differ, or some of which stay in full precision."""
         held = kv_layers_of(config, method.mla)
-        keeps = method.window_layers is WindowLayers.keep and any(one.window for one in held)
-        if keeps or len({(one.head_dim, one.value_dim) for one in held}) > 1:
-            raise Unsupported(f"model: {method.name} encodes all layers together, which are alike and all quantized")
+        if len({(one.head_dim, one.value_dim) for one in held}) > 1:
+            raise Unsupported(f"model: {method.name} encodes all layers together, which are alike")
         return method
 
     def wrap_side(self, like: CacheSide, side: str, layer: int, layers: int) -> CacheSide:
@@ -180,21 +178,19 @@ class LayerShare(BlockStore):
         """All packed tokens of this layer, decoded."""
         return self.joined.decoded_layer(self.place, 0, self._tokens, rope)
 
-    def write(self, out: Writer) -> None:
-        """Save the number of tokens and, in the first layer, the packed tokens of all layers."""
-        super().write(out)
-        if self._held is not None:
-            self._held.write(out.part("joined"))
+    def write(self) -> dict[str, Any]:
+        """The number of tokens and, in the first layer, the packed tokens of all layers."""
+        return {**super().write(), "joined": None if self._held is None else self._held.write()}
 
-    def read(self, given: Reader, rope: Rope | None) -> None:
+    def read(self, state: dict[str, Any], rope: Rope | None) -> None:
         """Read a saved share; the first layer's has the packed tokens of all layers."""
-        given.fields(self, self.saved)
-        if "joined" in given.tree:
+        self._tokens = state["_tokens"]
+        if state["joined"] is not None:
             self.joined.reset()
             first = self.joined.sides[0]
             assert first.codec is not None
             self.joined.store = first.new_store(first.codec)
-            self.joined.store.read(given.part("joined"), rope)
+            self.joined.store.read(state["joined"], rope)
 
     def fork(self) -> LayerShare:
         """A copy that still reads the same joined tokens, until `LayerOfAll.link` gives it its own."""

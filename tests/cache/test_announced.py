@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, DynamicCache, EncoderDecoderCache
 import kvq
 from kvq.cache import KVCache
 from kvq.errors import Unsupported
-from kvq.models import LoadedModel
+from kvq.models.load import LoadedModel
 from tests.cache.test_padded import padded
 from tests.random_models import VOCABULARY, in_double_precision, llama, token_ids
 

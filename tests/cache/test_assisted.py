@@ -15,7 +15,7 @@ from kvq.errors import Unsupported
 from kvq.methods.kept_keys import KeptKeys
 from kvq.methods.method import Method
 from kvq.methods.transformers_caches import is_installed
-from kvq.models import LoadedModel
+from kvq.models.load import LoadedModel
 from tests.cache.states import nearest_bits
 from tests.calibrated import bound, keeping, random_states
 from tests.presets import NAMES

@@ -21,7 +21,7 @@ from kvq.config.identity import by_names, canonical
 from kvq.methods.build import build_method
 from kvq.methods.kept_keys import KeptKeys
 from kvq.methods.method import Method
-from kvq.models import LoadedModel
+from kvq.models.load import LoadedModel
 from kvq.tasks.scoring import parallel_method, scoring_bounds
 from tests.cache.states import nearest_bits
 from tests.calibrated import keeping

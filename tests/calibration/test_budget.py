@@ -21,7 +21,7 @@ from kvq.codecs.levels import pack_rows, unpack_rows
 from kvq.codecs.second_moments import metric_basis
 from kvq.config.method import CalibrationConfig
 from kvq.errors import ConfigError, DataError, Unsupported
-from kvq.models import LoadedModel
+from kvq.models.load import LoadedModel
 from kvq.models.weights import weights_name
 from tests.calibrated import build, joint_moments, random_states
 from tests.properties import examples

@@ -19,7 +19,7 @@ from kvq.codecs.second_moments import ledoit_wolf as share_of
 from kvq.config.method import CalibrationConfig
 from kvq.errors import ConfigError, DataError
 from kvq.methods.method import Method
-from kvq.models import LoadedModel
+from kvq.models.load import LoadedModel
 from kvq.models.weights import weights_name
 from tests.properties import examples
 from tests.random_models import llama, random_llama, token_ids

@@ -21,8 +21,8 @@ from kvq.config.method import CalibrationConfig
 from kvq.data.embedded import find_modules, is_in_split, load_corpus
 from kvq.data.text import encode, load_tokens
 from kvq.errors import ConfigError, DataError, Unsupported
-from kvq.models import load_model
 from kvq.models.inputs import Inputs
+from kvq.models.load import load_model
 from kvq.results import Store
 from tests.random_models import llama, save_random_model
 from tests.sweeps import inputs_of, records, small_run
@@ -178,7 +178,7 @@ def test_calibration_modules_are_training_modules() -> None:
 def test_too_little_text_is_said(tmp_path: Path) -> None:
     (tmp_path / "short.txt").write_text("a few words " * 20, encoding="utf-8")
     tokenizer = resolve(compose([f"model.path={save_random_model(tmp_path / 'm')}"]))
-    from kvq.models import load_tokenizer
+    from kvq.models.load import load_tokenizer
 
     settings = CalibrationConfig("wikitext2", path=str(tmp_path / "short.txt"), samples=9, length=64)
     with pytest.raises(DataError, match=r"method\.calibration\.samples=9: the text of wikitext2 has 3 windows of 64"):

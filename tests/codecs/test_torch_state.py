@@ -14,7 +14,7 @@ from kvq.codecs import rope_table
 from kvq.config.method import CalibrationConfig
 from kvq.config.plugins import installed
 from kvq.errors import ConfigError
-from kvq.models import LoadedModel
+from kvq.models.load import LoadedModel
 from tests.cache.states import nearest_bits, quantizes
 from tests.calibrated import build, random_states, sides
 from tests.codecs.test_every_method import CODED, bits_range, head_dim_of

@@ -17,7 +17,7 @@ from kvq.config.method import BITS, CalibrationConfig
 from kvq.methods.build import method_of
 from kvq.methods.method import Method
 from kvq.methods.transformers_caches import is_installed
-from kvq.models import LoadedModel
+from kvq.models.load import LoadedModel
 from kvq.models.weights import weights_name
 from kvq.results.versions import versions_of
 from tests.cache.states import nearest_bits

@@ -14,8 +14,8 @@ from kvq.config.method import CalibrationConfig
 from kvq.errors import ConfigError, KvqError, Unsupported
 from kvq.methods.build import build_method
 from kvq.methods.transformers_caches import is_installed
-from kvq.models import LoadedModel
 from kvq.models.layers import kv_layers_of
+from kvq.models.load import LoadedModel
 from kvq.results import run_key
 from kvq.results.versions import versions_of_method
 from tests.random_models import llama, token_ids

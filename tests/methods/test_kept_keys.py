@@ -12,7 +12,7 @@ from kvq.errors import ConfigError, Unsupported
 from kvq.methods.build import build_method
 from kvq.methods.kept_keys import KeptKeys, KeptSide
 from kvq.methods.method import Method
-from kvq.models import load_tokenizer
+from kvq.models.load import load_tokenizer
 from tests import calibrated
 from tests.calibrated import bound, random_states
 from tests.random_models import random_llama, token_ids

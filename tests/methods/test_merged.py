@@ -15,7 +15,7 @@ from kvq.config import compose, resolve
 from kvq.config.identity import by_names
 from kvq.errors import ConfigError, Unsupported
 from kvq.methods.merged import GqaCompensation
-from kvq.models import LoadedModel
+from kvq.models.load import LoadedModel
 from kvq.results import run_key
 from tests.calibrated import build, random_states, sides
 from tests.families import family

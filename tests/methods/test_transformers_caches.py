@@ -9,7 +9,7 @@ from kvq.cache import KVCache
 from kvq.config.method import BITS
 from kvq.errors import ConfigError, DataError, Unsupported
 from kvq.methods.transformers_caches import _LAYERS, check_works, is_installed
-from kvq.models import LoadedModel
+from kvq.models.load import LoadedModel
 from kvq.tasks.scoring import scoring_bounds
 from tests.cache.states import states
 from tests.cache.test_generate import generate, greedy

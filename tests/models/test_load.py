@@ -12,11 +12,13 @@ from hypothesis import strategies as st
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 
 from kvq.cache import KVCache
-from kvq.config import DEVICE_MAPS, Dtype, ModelConfig, OutliersConfig, compose, resolve
+from kvq.config import Dtype, ModelConfig, OutliersConfig, compose, resolve
 from kvq.config.identity import canonical
+from kvq.config.run import DEVICE_MAPS
 from kvq.errors import ConfigError, Unsupported
 from kvq.methods.build import build_method
-from kvq.models import LoadedModel, load_model, placing
+from kvq.models import placing
+from kvq.models.load import LoadedModel, load_model
 from kvq.models.weights import round_to_nearest, rounded_weights
 from kvq.runs import Prepared, run
 from kvq.tasks.scoring import scoring_bounds
@@ -170,14 +172,6 @@ def test_what_decides_numbers_is_in_the_key() -> None:
     assert model("model.load_in=gptq") == plain
     assert model("model.load_in=8bit") == plain | {"load_in": "8bit"}
     assert model("model.attn_implementation=eager") == plain | {"attn_implementation": "eager"}
-
-
-def test_window_layers_are_in_the_key_where_they_are_kept() -> None:
-    plain, kept = (canonical(resolve(compose(given)), "m", "d") for given in ([], ["cache.window_layers=keep"]))
-    assert "window_layers" not in plain
-    assert kept == plain | {"window_layers": "keep"}
-    whole = canonical(resolve(compose(["cache.window_layers=keep", "method=fp16"])), "m", "d")
-    assert "window_layers" not in whole
 
 
 TEXT = "task=ppl task.context=256 task.max_windows=1 task.scoring=parallel task.windows=disjoint".split()

@@ -18,7 +18,7 @@ from kvq.cache import KVCache
 from kvq.config import OutliersConfig, compose, resolve
 from kvq.errors import Unsupported
 from kvq.methods.build import build_method
-from kvq.models import LoadedModel, load_model
+from kvq.models.load import LoadedModel, load_model
 from kvq.models.weights import implant_outliers
 
 HEADS, KV_HEADS, DIM, LAYERS = 6, 2, 32, 3

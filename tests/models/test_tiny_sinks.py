@@ -22,8 +22,8 @@ from kvq.config.identity import canonical
 from kvq.config.limits import file_hash
 from kvq.data.embedded import load_corpus
 from kvq.errors import ConfigError, DataError, Unsupported
-from kvq.models import LoadedModel, load_model, load_tokenizer, model_fingerprint
 from kvq.models.folder import delta_folder, model_folder
+from kvq.models.load import LoadedModel, load_model, load_tokenizer, model_fingerprint
 from kvq.models.weights import DELTA, WEIGHTS, add_low_rank, apply_delta, implant_outliers, save_delta
 from tests.random_models import llama
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from kvq.config import ModelConfig, compose, resolve
 from kvq.config.identity import canonical
 from kvq.errors import DataError
-from kvq.models import load_model, load_tokenizer, model_fingerprint
+from kvq.models.load import load_model, load_tokenizer, model_fingerprint
 from tests.families import FAMILIES, family
 from tests.random_models import save_random_model, token_ids
 

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from kvq.config import ModelConfig
 from kvq.config.run import CacheConfig
-from kvq.models import LoadedModel
 from kvq.models.inputs import Inputs
+from kvq.models.load import LoadedModel
 from kvq.results.files import Journal
 from tests.random_models import VOCABULARY, random_llama, token_ids
 

@@ -6,7 +6,7 @@ import torch
 from kvq.config.diagnostics import TniConfig
 from kvq.diagnostics import query_chunks
 from kvq.errors import ConfigError, DataError
-from kvq.models import LoadedModel
+from kvq.models.load import LoadedModel
 from kvq.tasks.capture import LayerStates, capture, check
 from tests.random_models import llama, random_llama, token_ids
 from tests.tasks.diagnosed import DiagnosedInputs

@@ -16,7 +16,7 @@ from kvq.config.tasks import Prefill
 from kvq.errors import Unsupported
 from kvq.methods.build import build_method
 from kvq.methods.method import Method
-from kvq.models import LoadedModel
+from kvq.models.load import LoadedModel
 from kvq.results import Store
 from kvq.tasks.ppl import ppl_windows, run_ppl
 from kvq.tasks.reader import Reader, check_prefill

@@ -16,7 +16,7 @@ from kvq.cli import main
 from kvq.config import PplConfig, Scoring, Windows
 from kvq.errors import DataError
 from kvq.methods.build import build_method
-from kvq.models import LoadedModel
+from kvq.models.load import LoadedModel
 from kvq.results import Store
 from kvq.results.files import Journal
 from kvq.tasks.ppl import ppl_windows, run_ppl

@@ -11,7 +11,7 @@ from kvq.config.tasks import Prefill
 from kvq.errors import Unsupported
 from kvq.methods.build import build_method
 from kvq.methods.method import Method
-from kvq.models import LoadedModel
+from kvq.models.load import LoadedModel
 from kvq.tasks.items import TOKENS, batches_of, read_in_batches
 from kvq.tasks.reader import Reader, answer_text, check_prefill, stop_at
 from tests.data.byte_tokenizer import byte_tokenizer

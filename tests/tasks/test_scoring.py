@@ -13,7 +13,7 @@ from kvq.config.method import BITS
 from kvq.errors import DataError, Unsupported
 from kvq.methods.build import build_method
 from kvq.methods.method import Method
-from kvq.models import LoadedModel
+from kvq.models.load import LoadedModel
 from kvq.tasks.scoring import batches, cut_windows, parallel_method, score, scoring_bounds
 from tests.cache.states import nearest_bits
 from tests.cache.test_assisted import built, layers_for

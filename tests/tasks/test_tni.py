@@ -13,7 +13,7 @@ from kvq.config.diagnostics import DistributionConfig, TniConfig
 from kvq.config.identity import canonical
 from kvq.diagnostics import AttentionRule
 from kvq.errors import ConfigError, Unsupported
-from kvq.models import LoadedModel
+from kvq.models.load import LoadedModel
 from kvq.tasks import distribution, tni
 from kvq.tasks.capture import LayerStates, capture
 from kvq.tasks.distribution import channel_kl, hadamard, nsn

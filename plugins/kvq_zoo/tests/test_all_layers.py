@@ -19,8 +19,8 @@ from kvq.calibration.fit import calibrate
 from kvq.config.method import CalibrationConfig
 from kvq.errors import DataError, Unsupported
 from kvq.methods.method import Method
-from kvq.models import LoadedModel
 from kvq.models.layers import head_dims_of
+from kvq.models.load import LoadedModel
 from kvq.models.weights import weights_name
 from kvq.tasks.scoring import (
     holding_method,

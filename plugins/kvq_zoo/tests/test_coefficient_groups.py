@@ -19,7 +19,7 @@ from kvq.codecs import (
 )
 from kvq.config.method import CalibrationConfig
 from kvq.errors import ConfigError, DataError, Unsupported
-from kvq.models import LoadedModel
+from kvq.models.load import LoadedModel
 from kvq_zoo.coefficient_groups import KINDS, GroupErrors, Groups, group_bits, measure_errors, plan_groups
 from kvq_zoo.kvtc import CoefficientQuantizer, PrincipalComponents, fit_groups, grouped_parts
 from kvq_zoo.tests import kvtc_oracle as oracle

@@ -16,7 +16,7 @@ from kvq.codecs import Codec, Hadamard, LowRankCorrection, UniformQuantizer, fit
 from kvq.config.method import CalibrationConfig
 from kvq.errors import ConfigError, Unsupported
 from kvq.methods.build import build_method
-from kvq.models import LoadedModel
+from kvq.models.load import LoadedModel
 from kvq_zoo.covariance import CovarianceRotation, RankClip, bit_reversed_ranks, covariance_rotation
 from tests.calibrated import build, random_states
 from tests.random_models import llama, token_ids

@@ -16,7 +16,7 @@ from kvq.codecs import (
 )
 from kvq.errors import Unsupported
 from kvq.methods.build import build_method
-from kvq.models import LoadedModel
+from kvq.models.load import LoadedModel
 from kvq_zoo.tests import engine_oracles as by
 from kvq_zoo.tests import engine_oracles_vllm as vllm
 from tests.calibrated import build

@@ -13,7 +13,7 @@ from transformers.cache_utils import DynamicCache
 from kvq.cache import KVCache
 from kvq.errors import ConfigError, Unsupported
 from kvq.methods.build import build_method
-from kvq.models import LoadedModel
+from kvq.models.load import LoadedModel
 from kvq_zoo.start import Start
 from tests.random_models import in_double_precision, llama, token_ids
 
