@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from kvq import methods
     from kvq.cache import KVCache
     from kvq.calibration import bind_calibration
     from kvq.calibration.fit import calibrate_on_text as calibrate
@@ -25,7 +24,6 @@ __all__ = [
     "calibrate",
     "load_results",
     "method_for",
-    "methods",
     "quantize",
 ]
 
@@ -46,8 +44,6 @@ def __getattr__(name: str) -> Any:
     """Import torch and transformers only when something needs them."""
     import importlib
 
-    if name == "methods":
-        return importlib.import_module("kvq.methods")
     if name not in _HOMES:
         raise AttributeError(f"module 'kvq' has no attribute '{name}'")
     module, _, other = _HOMES[name].partition(":")

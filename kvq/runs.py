@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from kvq.calibration import files, text
-from kvq.calibration.fit import fitted
+from kvq.calibration.fit import load_or_fit
 from kvq.config import Config, full_precision
 from kvq.config.identity import canonical, names
 from kvq.config.run import CpuLinear, Mla
@@ -65,8 +65,6 @@ class Prepared:
         method = method_of(self.config, *self.inputs.head_dims)
         if method.depends_on_model and self.inputs.reads_weights:
             method = method.for_model(text_config_of(self.config.model))
-        if method.merged is not None and self.inputs.reads_weights:
-            method.merged.check_model(text_config_of(self.config.model))
         if method.by_layer:
             method.check_layers(cache_shape(replace(self.config.model, context=None)).count)
         self.check_latent()
@@ -229,7 +227,7 @@ def _measure(prepared: Prepared, baseline: Baseline | None, refused: Unsupported
         method, calibration = prepared.method, None
         if prepared.calibrates:
             with timed(clock, "calibrate"):
-                method, calibration = fitted(inputs, method)
+                method, calibration = load_or_fit(inputs, method)
         torch.manual_seed(config.seed)
         memory = PeakMemory(device)
         journal = prepared.journal(device.type)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import importlib.util
 from collections.abc import Iterable
 from typing import Any
 
@@ -17,6 +18,13 @@ ABOUT = choices()["method"]
 NAMES = sorted(ABOUT)
 """Every method, and every preset, which has a slash in its name."""
 METHODS = [name for name in NAMES if "/" not in name]
+LIBRARIES = {"quanto": "optimum", "hqq": "hqq"}
+"""Methods that are other libraries' caches, without codecs, and the package that each needs."""
+
+
+def lacks_package(name: str) -> bool:
+    """Whether a method needs a package that is not installed."""
+    return name in LIBRARIES and importlib.util.find_spec(LIBRARIES[name]) is None
 
 
 @functools.cache

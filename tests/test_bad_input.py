@@ -133,11 +133,6 @@ VALUES = [
     (["method.bits_range=[8,2]"], "bits"),
     (["residual.value=${seed}"], "residual.value=0: a group of settings, not a value"),
     (["residual.value=${seed}", "+residual.value.size=3"], "size=3: one of these is a setting of a group that is null"),
-    (["method=quanto", "method.backend.name=quantoo"], "name=quantoo: one of quanto, hqq. Did you mean 'quanto'"),
-    (["method=quanto", "method.backend.group_size=1"], "method.backend.group_size=1: at least 2"),
-    (["method=quanto", "method.backend.group_size=many"], "method.backend.group_size=many: .*integer"),
-    (["method=quanto", "+method.backend.axis=1"], "method.backend.axis=1: Unexpected keyword argument"),
-    (["+method.backend={name: quanto, bits: 2}"], "method.backend: stands in the place of key and value"),
     (
         ["method=polarquant", "method.key.quantizer.angle_bits=[4,9]"],
         r"angle_bits=\[4, 9\]: one number of bits per level",

@@ -19,14 +19,12 @@ from experiments.docs.places import PLACE, filled
 from kvq.cache import KVCache
 from kvq.codecs import Hadamard, TokenNorm, rope_table
 from kvq.config import compose, resolve
-from kvq.config.method import BITS
 from kvq.config.plugins import all_choices
 from kvq.methods.build import build_method
-from kvq.methods.transformers_caches import TransformersLayer, is_installed
 from tests.calibrated import build, random_states
 from tests.formulas import closed_forms
 from tests.methods_page import PAGE, PRESETS, ROWS, config
-from tests.presets import METHODS
+from tests.presets import METHODS, lacks_package
 from tests.random_models import llama, token_ids
 
 SHAPES = [(1, 64, 2, 128), (2, 128, 1, 128), (8, 64, 3, 128), (8, 128, 1, 64), (4, 24, 2, 80), (2, 200, 1, 256)]
@@ -52,8 +50,8 @@ def measured(name, bits, fitted, x, block):
     if "StoredWithKeys" in str(config(name).method.value):
         fitted, x = (torch.cat([keys, keys.flip(2)], 1) for keys in (fitted, x))
     method = build(name, fitted, bits)
-    if method.backend is not None:
-        layer = TransformersLayer(method.backend, method.residual.key, "a layer")
+    if (library := method.policy("backend")) is not None:
+        layer = library.build_layer(method.residual.key, "a layer")
         layer.update(x, x)
         return layer.key.bits_per_element, layer.value.bits_per_element
     rope = rope_table(x.shape[2], x.shape[3])
@@ -64,14 +62,14 @@ def measured(name, bits, fitted, x, block):
 def widths(name):
     """Bits up to 4 that the method has."""
     low, high = config(name).method.bits_range or (2, 2)
-    return [bits for bits in BITS.get(name, range(low, high + 1)) if bits <= 4]
+    return [bits for bits in ((2, 4) if name == "quanto" else range(low, high + 1)) if bits <= 4]
 
 
 @pytest.mark.thin(8)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("name", CLOSED)
 def test_formulas_are_what_is_measured(name, shape):
-    if name in BITS and not is_installed(name):
+    if lacks_package(name):
         pytest.skip(f"needs the extra [{name}]")
     heads, block, blocks, dim = shape
     x = torch.randn(1, heads, block * blocks, dim, generator=torch.Generator().manual_seed(0))
@@ -180,7 +178,7 @@ def test_the_bibtex_file_is_up_to_date() -> None:
 
 def built(name):
     """The method at 2 bits."""
-    if name in BITS and not is_installed(name):
+    if lacks_package(name):
         pytest.skip(f"needs the extra [{name}]")
     return build_method(name, bits=2)
 

@@ -12,8 +12,8 @@ from sklearn.cluster import KMeans
 from threadpoolctl import threadpool_limits
 from torch import Tensor
 
-from kvq.calibration.collect import LayerStates, collect
-from kvq.calibration.text import text_of
+from kvq.calibration.collect import LayerStates, collect_states
+from kvq.calibration.text import load_text
 from kvq.codecs import NonUniformQuantizer, UndoRope
 from kvq.codecs.levels import codebooks, nearest
 from kvq.config import compose, resolve
@@ -31,9 +31,9 @@ def measure() -> dict[str, Any]:
     """
     config = resolve(compose(["method=cq", "model=tiny", "dataset=pydocs"]))
     inputs = Inputs(config)
-    text = text_of(inputs)
+    text = load_text(inputs)
     assert text is not None
-    states = collect(inputs.model, text.windows, None, True, config.method.calibration.seed)
+    states = collect_states(inputs.model, text.windows, None, True, config.method.calibration.seed)
     out: dict[str, Any] = {"tokens": TOKENS, "groups": GROUPS, "codebooks": {}, "levels": {}}
     with torch.inference_mode(), threadpool_limits(limits=1):
         torch.set_num_threads(1)

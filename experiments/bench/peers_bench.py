@@ -12,13 +12,13 @@ from typing import Any
 
 import torch
 from attention_bench import ratios
+from kvq_zoo.library_caches import is_installed
 from torch import Tensor
 from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig, PreTrainedModel
 
 from kvq.cache import KVCache
 from kvq.cache.layer import KVCacheLayer
 from kvq.methods.build import build_method
-from kvq.methods.transformers_caches import is_installed
 
 LAYERS, CONTEXT, DECODED = 2, 16384, 4
 SHAPE = {

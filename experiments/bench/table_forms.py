@@ -14,7 +14,7 @@ import torch
 
 from kvq.calibration.budget import collect_joint, fit_sharing, joint_parts
 from kvq.calibration.collect import Place
-from kvq.calibration.text import text_of
+from kvq.calibration.text import load_text
 from kvq.codecs import JointMoments, Tables, bind_codec
 from kvq.codecs.second_moments import FOLDED
 from kvq.config import compose, resolve
@@ -38,7 +38,7 @@ def moments_of_text(model: str) -> dict[Place, JointMoments]:
     """Moments of keys with values of every layer on waterfill's calibration text."""
     config = resolve(compose([f"model={model}", "method=waterfill_kv", "bits=2.25", "dataset=pydocs"]))
     inputs = Inputs(config)
-    text, settings = text_of(inputs), config.method.calibration
+    text, settings = load_text(inputs), config.method.calibration
     assert text is not None
     found = collect_joint(inputs.model, text.windows, settings.tokens, settings.seed, 1, True, True)
     return {("key", layer): one for (_, layer), one in found.items()}

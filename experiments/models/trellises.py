@@ -27,7 +27,7 @@ from safetensors.numpy import load_file, save
 from scipy import special
 
 from kvq.codecs.lloyd_max import optimal_levels
-from kvq.codecs.trellis import FILE, MOST_MEMORY, WIDEST, books_name
+from kvq.codecs.trellis import FILE, MOST_MEMORY, WIDEST
 from kvq.codecs.trellis import LEAST_MEMORY as LEAST
 
 Array = NDArray[np.float64]
@@ -154,7 +154,7 @@ def main() -> None:
         errors = np.full(WIDEST, np.nan)
         for width in range(1, min(memory, WIDEST) + 1):
             book, errors[width - 1] = best(memory, width, np.random.default_rng([SEED, memory, width]))
-            tables[books_name(memory, width)] = book.astype(np.float16)
+            tables[f"{memory}.{width}"] = book.astype(np.float16)
             away = 10 * math.log10(errors[width - 1] * 4**width)
             rows.append({"memory": memory, "bits": width, "mse": round(errors[width - 1], 9), "db": round(away, 3)})
             print(f"L={memory:2} {width} bits: {errors[width - 1]:.6f}, {away:.2f} dB above the bound", flush=True)

@@ -18,7 +18,16 @@ from jaxtyping import Float, Int, UInt8
 from torch import Tensor
 
 from kvq.cache.rotary import styles_of
-from kvq.calibration.collect import Kept, Place, drawn_positions, loss, made_once, ropes_of, seen_gradient, text_name
+from kvq.calibration.collect import (
+    Kept,
+    Place,
+    compute_loss,
+    drawn_positions,
+    made_once,
+    ropes_of,
+    seen_gradient,
+    text_name,
+)
 from kvq.codecs import Codec, ComponentQuantizer, FisherTransform, JointMoments, Rope, Tables
 from kvq.codecs.quantizers import with_prefix
 from kvq.codecs.stages import Stage
@@ -28,7 +37,7 @@ from kvq.models.load import LoadedModel
 
 
 @dataclass
-class Sums:
+class MomentSums:
     """Sums over tokens of one side of a layer, in fp64.
 
     `fourth` and `third` are Σ |y|⁴ and Σ |y|² y of y = x - `origin`, the mean of the first tokens seen, from which the
@@ -79,18 +88,14 @@ class Sums:
         """Means over the tokens."""
         mean = torch.as_tensor(self.first) / self.tokens
         covariance = torch.as_tensor(self.second) / self.tokens - torch.outer(mean, mean)
-        fisher, fourth = torch.as_tensor(self.gradients) / self.tokens, self._central(mean, covariance)
+        fisher, m = torch.as_tensor(self.gradients) / self.tokens, mean - torch.as_tensor(self.origin)
+        far, linear = float(m @ m), float(m @ torch.as_tensor(self.third)) / self.tokens
+        # E |x - mean|⁴, by expanding |y - m|⁴.
+        fourth = self.fourth / self.tokens - 4 * linear + 4 * float(m @ covariance @ m)
+        fourth += 2 * far * float(covariance.trace()) + 3 * far**2
         return JointMoments(
             mean, covariance, fisher, self.heads, self.tokens, fourth, self.gradients_fourth / self.tokens
         )
-
-    def _central(self, mean: Float[Tensor, " n"], covariance: Float[Tensor, "n n"]) -> float:
-        """E |x - mean|⁴, by expanding |y - m|⁴ with m = mean - `origin`."""
-        m = mean - torch.as_tensor(self.origin)
-        far = float(m @ m)
-        linear = float(m @ torch.as_tensor(self.third)) / self.tokens
-        square = float(m @ covariance @ m)
-        return self.fourth / self.tokens - 4 * linear + 4 * square + 2 * far * float(covariance.trace()) + 3 * far**2
 
 
 BOTH = "both"
@@ -119,7 +124,7 @@ def collect_joint(
     if getattr(loaded.text_config, "kv_lora_rank", None):
         raise Unsupported("model: caches latents; a Fisher transform is of keys and values of heads")
     layers = len(styles_of(loaded.model))
-    sums: dict[Place, Sums] = {}
+    sums: dict[Place, MomentSums] = {}
     for window, positions in drawn_positions(windows, tokens, seed):
         kept = positions[positions >= left_out]
         with ropes_of(loaded) as found:
@@ -136,7 +141,7 @@ def collect_joint(
                     states = {BOTH: torch.cat([key if turns is None else turns.rotate(key, back=True), value], 1)}
                 for side, part in states.items():
                     rope = turns if side == "key" else None
-                    own = sums.setdefault((side, index), Sums(label=f"layer {index} {side}s"))
+                    own = sums.setdefault((side, index), MomentSums(label=f"layer {index} {side}s"))
                     own.see(part, rope, kept)
                     states[side] = seen_gradient(part, partial(own.see_gradient, rope=rope, kept=kept))
                 if both:
@@ -144,7 +149,7 @@ def collect_joint(
                     return key if turns is None else turns.rotate(key), value
                 return states["key"], states["value"]
 
-            loss(loaded, window, see, backward=True)
+            compute_loss(loaded, window, see, backward=True)
     if (seen := len({layer for _, layer in sums})) != layers:
         raise Unsupported(f"model: {type(loaded.model).__name__} put keys of {seen} of {layers} layers away")
     if not all(own.tokens for own in sums.values()):
@@ -223,24 +228,18 @@ def joint_parts(codec: Codec | None) -> tuple[str, FisherTransform, ComponentQua
 
 def fit_sharing(codecs: Mapping[Place, Codec], moments: Mapping[Place, JointMoments]) -> dict[Place, Tables]:
     """Tables of all codecs, `<part>.<table>`, which share their bits as their quantizers have it."""
-    parts: dict[Place, tuple[str, FisherTransform, ComponentQuantizer]] = {}
-    for place, codec in codecs.items():
-        joint = joint_parts(codec)
-        assert joint is not None
-        parts[place] = joint
+    parts = {place: joint for place, codec in codecs.items() if (joint := joint_parts(codec)) is not None}
     quantizers = {place: quantizer for place, (_, _, quantizer) in parts.items()}
     found = {place: stage.fit_joint(moments[place]) for place, (_, stage, _) in parts.items()}
     widths = _widths(quantizers, found)
-    rounding = {place: stage for place, (_, stage, _) in parts.items() if stage.rounds}
-    if rounding:  # then their components are others than those of exact matrices
-        found |= {
-            place: stage.round_tables(found[place], moments[place], widths[place]) for place, stage in rounding.items()
-        }
-        widths = _widths(quantizers, found)
+    for place, (_, stage, _) in parts.items():
+        if stage.rounds:  # then components are others than those of exact matrices
+            found[place] = stage.round_tables(found[place], moments[place], widths[place])
+    widths = _widths(quantizers, found)
     out: dict[Place, Tables] = {}
-    for place, (name, stage, quantizer) in parts.items():
+    for place, (name, stage, _) in parts.items():
         own = stage.trim_tables(found[place], int((widths[place] > 0).sum()))
-        tables = quantizer.width_tables(own.pop("spectrum")[0], widths[place])
+        tables = {"widths": widths[place], "weights": own.pop("spectrum")[0].float()}
         out[place] = with_prefix(own, f"{name}.") | with_prefix(tables, "quantizer.")
     return out
 

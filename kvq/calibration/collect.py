@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Int
 from torch import Tensor, nn
 from tqdm import tqdm
 from transformers.cache_utils import DynamicCache
@@ -83,7 +83,7 @@ class _StatesTap(DynamicCache):
         return super().update(*states, layer_idx, *args, **kwargs)
 
 
-def loss(
+def compute_loss(
     loaded: LoadedModel,
     tokens: Int[Tensor, " tokens"],
     see: Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor]],
@@ -210,7 +210,7 @@ def drawn_positions(
         yield window, torch.randperm(length, generator=generator)[:each].sort().values
 
 
-def collect(
+def collect_states(
     loaded: LoadedModel,
     windows: Int[Tensor, "samples length"],
     tokens: int | None,
@@ -245,10 +245,12 @@ def collect(
 
         def add(index: int, query: Tensor, positions: Tensor = positions) -> None:
             heads = layers[index]["key"][-1].shape[0]
-            moments[index] = moments.get(index, 0) + _moment(query[0], heads, positions) / len(windows)
+            kept = query[0].unflatten(0, (heads, -1)).index_select(-2, positions.to(query.device))
+            seen = kept.flatten(1, 2).detach().double()  # means over the tokens and the query heads of a KV head
+            moments[index] = moments.get(index, 0) + (seen.mT @ seen).cpu() / seen.shape[1] / len(windows)
 
         with ropes_of(loaded) as found, _queries(loaded, add) if queries else nullcontext():
-            loss(loaded, window, see, gradients)
+            compute_loss(loaded, window, see, gradients)
         for index, rope in found.items():
             ropes.setdefault(index, []).append(rope.at(positions))
     expected = len(styles_of(loaded.model))
@@ -258,15 +260,6 @@ def collect(
         kind = type(loaded.model).__name__
         raise Unsupported(f"model: layer {hidden[0]} of {kind} attends in a way that kvq cannot see")
     return {index: _joined(index, layers.pop(index), ropes.get(index), moments.get(index)) for index in sorted(layers)}
-
-
-@torch.no_grad()
-def _moment(
-    query: Float[Tensor, "query_heads tokens dim"], heads: int, positions: Int[Tensor, " kept"]
-) -> Float[Tensor, "heads dim dim"]:
-    """Mean of q qᵀ in fp64 over the tokens at `positions` and the query heads of each KV head."""
-    seen = query.unflatten(0, (heads, -1)).index_select(-2, positions.to(query.device)).flatten(1, 2).double()
-    return (seen.mT @ seen).cpu() / seen.shape[1]
 
 
 def _joined(index: int, layer: _Pieces, ropes: list[Rope] | None, queries: Tensor | None) -> LayerStates:

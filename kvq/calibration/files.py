@@ -1,7 +1,6 @@
 """A calibration: the tables of a method for every layer of one model, binding a method to it, and its files.
 
-On disk it is a safetensors file named by a hash of its inputs, and a second file with its cost. Until it is whole, the
-tables of each fitted layer are in a file of their own, so that a killed calibration resumes.
+On disk it is a safetensors file named by a hash of its inputs, and a second file with its cost.
 """
 
 from __future__ import annotations
@@ -12,8 +11,7 @@ import dataclasses
 import functools
 import hashlib
 import json
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -70,15 +68,14 @@ class Calibration:
         `calibration_bits_32k` and `calibration_bits_1m`: of one of 32,768 and of 1,048,576 tokens.
         `decode_multiplications`: of the method bound to it, per element, where tables are matrices of all heads.
         """
+        sized = measured.get("total_bytes") and measured.get("effective_bits")
         found: dict[str, float | None] = {
             "calibration_bytes": self.nbytes,
-            "calibration_bits": None,
+            "calibration_bits": self.nbytes * measured["effective_bits"] / measured["total_bytes"] if sized else None,
             "calibration_seconds": self.seconds,
             "calibration_peak_bytes": self.peak_bytes,
             "decode_multiplications": self._multiplications(method),
         }
-        if measured.get("total_bytes") and measured.get("effective_bits"):
-            found["calibration_bits"] = self.nbytes * measured["effective_bits"] / measured["total_bytes"]
         per_token = 2 * sum(heads * dim for heads, dim in zip(self.heads, self.head_dims, strict=True))
         for name, tokens in _LENGTHS.items():
             found[f"calibration_bits_{name}"] = 8 * self.nbytes / (per_token * tokens) if per_token else None
@@ -97,25 +94,23 @@ class Calibration:
         return total / elements if elements else None
 
 
-def bind(method: Method, calibration: Calibration, model: str, head_dims: Sequence[int]) -> Method:
+def bind_tables(method: Method, calibration: Calibration, model: str, head_dims: Sequence[int]) -> Method:
     """The method with the tables of a calibration, which must be of the same model.
 
     Args:
         model: name of the weights it will run on (`kvq.models.weights.weights_name`).
         head_dims: channels per head of each of its layers.
     """
-    if len(calibration.head_dims) != len(head_dims):
-        count = len(calibration.head_dims)
-        raise Unsupported(
-            f"calibration of method={calibration.method}: of a model with {count} layers, not {len(head_dims)}"
-        )
+    whose, count = f"calibration of method={calibration.method}", len(calibration.head_dims)
+    if count != len(head_dims):
+        raise Unsupported(f"{whose}: of a model with {count} layers, not {len(head_dims)}")
     if list(calibration.head_dims) != list(head_dims):
         own, given = (", ".join(map(str, sorted(set(dims)))) for dims in (calibration.head_dims, head_dims))
-        raise Unsupported(f"calibration of method={calibration.method}: of a model with head_dim={own}, not {given}")
+        raise Unsupported(f"{whose}: of a model with head_dim={own}, not {given}")
     if calibration.model != model:
         raise Unsupported(
-            f"calibration of method={calibration.method}: of another model (weights {calibration.model[:12]}, given "
-            f"{model[:12]}); calibrate on the model it is used with"
+            f"{whose}: of another model (weights {calibration.model[:12]}, given {model[:12]}); calibrate on the model "
+            "it is used with"
         )
     bound, shapes = {}, zip(calibration.heads, head_dims, strict=True)
     layers = list(enumerate(shapes))
@@ -135,7 +130,7 @@ def bind(method: Method, calibration: Calibration, model: str, head_dims: Sequen
             tables = without_prefix(calibration.tensors, prefix)
             missing = [part for part in calibrated_parts(codec) if not any(n.startswith(f"{part}.") for n in tables)]
             if missing and layer not in kept:
-                raise Unsupported(f"calibration of method={calibration.method}: has no tables for {prefix}{missing[0]}")
+                raise Unsupported(f"{whose}: has no tables for {prefix}{missing[0]}")
             its_codec = method.codec_of(side, layer) or codec
             held = heads * (2 if method.joins_sides else 1)
             codecs.append(None if layer in kept else bind_codec(its_codec, tables, held, dim))
@@ -201,15 +196,11 @@ def _writing(path: Path) -> Iterator[None]:
 def locked(path: Path) -> Iterator[None]:
     """Hold the lock of a calibration, so that one process makes it; the system frees the lock when its holder dies."""
     with _writing(path):
-        path.parent.mkdir(parents=True, exist_ok=True)
         folder = path.parent / ".locks"
-        folder.mkdir(exist_ok=True)
-        lock = FileLock(folder / f"{path.stem}.lock")
-        lock.acquire()
-    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = FileLock(folder / f"{path.stem}.lock").acquire()
+    with lock:
         yield
-    finally:
-        lock.release()
 
 
 def write(path: Path, calibration: Calibration) -> None:
@@ -237,44 +228,10 @@ def read(path: str | Path) -> Calibration:
     """The calibration in a file."""
     path = Path(path)
     about, tensors = read_tensors(path, "calibration", _FORMAT)
-    try:
-        described = (about["method"], about["model"], about["heads"], about["head_dims"])
-    except KeyError as error:
-        raise DataError(f"calibration {path}: cannot be read (KeyError: {error})") from error
+    if missing := [name for name in ("method", "model", "heads", "head_dims") if name not in about]:
+        raise DataError(f"calibration {path}: cannot be read (without {missing[0]})")
     cost: dict[str, Any] = {}
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
         found = json.loads(path.with_suffix(".json").read_text(encoding="utf-8"))
         cost = {"seconds": found["seconds"], "peak_bytes": found["peak_memory_bytes"]}
-    return Calibration(tensors, *described, **cost)
-
-
-class Layers:
-    """The tables of layers that are fitted already, next to the calibration's file until that is whole.
-
-    Attributes:
-        earlier: seconds that fitting took of the layers that were read.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self.earlier = 0.0
-
-    def fitted(self, layer: int, fit: Callable[[], dict[str, Tensor]]) -> dict[str, Tensor]:
-        """The tables of a layer: those of its file, else fitted now and written."""
-        path = self._path.with_suffix(f".layer{layer}")
-        with contextlib.suppress(DataError):  # none yet, or damaged
-            about, tables = read_tensors(path, "calibration", _FORMAT)
-            self.earlier += float(about["seconds"])
-            return tables
-        start = time.perf_counter()
-        if not (tables := fit()):
-            return tables
-        content = dump(tables, {"format": _FORMAT, "seconds": time.perf_counter() - start})
-        with _writing(path):
-            write_file(path, content)
-        return tables
-
-    def remove(self) -> None:
-        """Remove the files of layers."""
-        for path in self._path.parent.glob(f"{self._path.stem}.layer*"):
-            path.unlink(missing_ok=True)
+    return Calibration(tensors, about["method"], about["model"], about["heads"], about["head_dims"], **cost)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -10,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Int
 from torch import Tensor, nn
 from tqdm import tqdm
 
@@ -20,14 +19,14 @@ from kvq.calibration.collect import (
     Kept,
     LayerStates,
     Place,
-    collect,
+    collect_states,
+    compute_loss,
     drawn_positions,
-    loss,
     made_once,
     text_name,
 )
-from kvq.calibration.files import Calibration, bind
-from kvq.calibration.text import text_of
+from kvq.calibration.files import Calibration, bind_tables
+from kvq.calibration.text import load_text
 from kvq.codecs import Codec, LearnedRotation, SharingQuantizer, Tables, calibrated_parts, cayley_step, fit_codec
 from kvq.codecs.codec import isolated
 from kvq.config.method import CalibrationConfig
@@ -41,9 +40,9 @@ from kvq.models.weights import weights_name
 from kvq.results.provenance import PeakMemory
 
 
-def learned_rotation(codec: Codec) -> tuple[str, LearnedRotation] | None:
-    """The learned stage and its name; None: the codec has none."""
-    for number, (name, stage) in enumerate(codec.stages):
+def learned_rotation(codec: Codec | None) -> tuple[str, LearnedRotation] | None:
+    """The learned stage and its name; None: there is none."""
+    for number, (name, stage) in enumerate([] if codec is None else codec.stages):
         if isinstance(stage, LearnedRotation):
             if number:
                 raise ConfigError(f"stage '{name}': a learned rotation stands first in its codec")
@@ -62,9 +61,9 @@ def learn(
     Each step updates all layers on one window. Values are quantized as the codec does after its rotation, each token
     separately, with the straight-through gradient of rounding. Keys are not quantized.
     """
-    if method.key is not None and learned_rotation(method.key) is not None:
+    if learned_rotation(method.key) is not None:
         raise ConfigError(f"method.key of {method.name}: rotations are learned for values")
-    found = None if method.value is None else learned_rotation(method.value)
+    found = learned_rotation(method.value)
     if found is None or method.value is None:
         return {}
     name, stage = found
@@ -78,9 +77,13 @@ def learn(
         def see(index: int, key: Tensor, value: Tensor, leaves: dict[int, Tensor] = leaves) -> tuple[Tensor, Tensor]:
             if index not in leaves:
                 return key, value
-            return key, _quantized(value, leaves[index].to(value.device), rest[index]).to(value.dtype)
+            rotation = leaves[index].to(value.device)
+            turned = value.float() @ rotation
+            with torch.no_grad():  # rounding counts as the identity for gradients
+                rounding = rest[index].decode(rest[index].encode(turned.detach())) - turned
+            return key, ((turned + rounding) @ rotation.mT).to(value.dtype)
 
-        loss(loaded, windows[step % len(windows)], see, backward=True)
+        compute_loss(loaded, windows[step % len(windows)], see, backward=True)
         for index, leaf in leaves.items():
             assert leaf.grad is not None
             if not bool(torch.isfinite(leaf.grad).all()):
@@ -90,17 +93,8 @@ def learn(
     return {f"value.{index}.{name}.rotation": rotation.float() for index, rotation in rotations.items()}
 
 
-def _quantized(
-    value: Float[Tensor, "batch heads tokens dim"], rotation: Float[Tensor, "dim dim"], rest: Codec
-) -> Float[Tensor, "batch heads tokens dim"]:
-    """Values rotated, quantized and rotated back; rounding counts as the identity for gradients."""
-    turned = value.float() @ rotation
-    with torch.no_grad():
-        rounding = rest.decode(rest.encode(turned.detach())) - turned
-    return (turned + rounding) @ rotation.mT
-
-
 _KEPT_BYTES = 2**30
+_kept: Kept[dict[int, LayerStates]] = {}
 
 
 @isolated()
@@ -109,37 +103,40 @@ def calibrate(
     method: Method,
     windows: Int[Tensor, "samples length"],
     settings: CalibrationConfig,
-    done: files.Layers | None = None,
 ) -> Calibration:
-    """Fit a method's tables to a model on windows of text; `done` keeps each layer's, so that they are fitted once."""
+    """Fit a method's tables to a model on windows of text. Methods of a sweep share states that are small enough."""
     start, memory = time.perf_counter(), PeakMemory(loaded.device)
     head_dims = head_dims_of(loaded.text_config)
     tensors = learn(loaded, method, windows, head_dims)
     sharing = _places(method, len(head_dims), lambda codec: joint_parts(codec) is not None)
     shared, earlier_moments = fit_components(loaded, sharing, windows, settings, method.joins_sides)
-    tensors |= _named(shared)
-    apart: dict[str, Tensor] = {}
-    parts = [part for side in _fitted(method) for part in calibrated_parts(_codecs(method)[side]).values()]
     at_once = _places(method, len(head_dims), lambda codec: isinstance(codec.quantizer, SharingQuantizer))
     if at_once and getattr(loaded.text_config, "kv_lora_rank", None):
         raise Unsupported("model: caches latents; bits are shared over keys and values of heads")
-    shown = windows if _fitted(method) or at_once else windows[:1]  # else for the number of heads alone
+    apart = _places(method, len(head_dims), lambda codec: learned_rotation(codec) is None)
+    apart = {place: codec for place, codec in apart.items() if place not in sharing and place not in at_once}
+    parts = [part for codec in apart.values() for part in calibrated_parts(codec).values()]
     gradients, queries = any(part.wants_gradients for part in parts), any(part.wants_moments for part in parts)
-    states, earlier = _states(loaded, shown, settings, gradients, queries)
-    heads = [layer.key.shape[0] for layer in states.values()]
-    for index, layer in tqdm(states.items(), desc="fitting", unit="layer", leave=False, disable=None):
-        fit = functools.partial(_fit, method, layer, index, len(head_dims), settings.seed, loaded.device)
-        apart |= fit() if done is None else done.fitted(index, fit)
-    apart |= _fit_at_once(at_once, states, windows, settings)
-    _check_tokens(apart, states, windows)
-    tensors |= apart
+    shown = windows if apart or at_once else windows[:1]  # else for the number of heads alone
+    states, earlier = made_once(
+        _kept,
+        (*text_name(loaded, shown, settings), gradients, queries),
+        lambda: collect_states(loaded, shown, settings.tokens, gradients, settings.seed, queries),
+        lambda states: sum(layer.nbytes for layer in states.values()) <= _KEPT_BYTES,
+    )
+    fitted: dict[Place, Tables] = {}
+    for (side, index), codec in tqdm(apart.items(), desc="fitting", unit="codec", leave=False, disable=None):
+        fitted[side, index] = _fit(codec, side, states[index], settings.seed, loaded.device)
+    fitted |= _fit_at_once(at_once, states, windows, settings)
+    _check_tokens(_named(fitted), states, windows)
+    tensors |= _named(shared) | _named(fitted)
     return Calibration(
         {name: tensors[name] for name in sorted(tensors)},
         method.name,
         weights_name(loaded.model),
-        heads,
+        [layer.key.shape[0] for layer in states.values()],
         head_dims,
-        time.perf_counter() - start + earlier + earlier_moments + (done.earlier if done else 0),
+        time.perf_counter() - start + earlier + earlier_moments,
         memory.read(),
     )
 
@@ -147,8 +144,8 @@ def calibrate(
 def _places(method: Method, layers: int, wanted: Callable[[Codec], bool]) -> dict[Place, Codec]:
     """The wanted codecs, by side and layer, of the layers that are quantized."""
     codecs: dict[Place, Codec] = {}
-    for side, codec in _codecs(method).items():
-        if wanted(codec):
+    for side, codec in (("key", method.key), ("value", method.value)):
+        if codec is not None and calibrated_parts(codec) and wanted(codec):
             kept = method.full_precision_indices(side, layers)
             codecs |= {(side, at): method.codec_of(side, at) or codec for at in range(layers) if at not in kept}
     return codecs
@@ -160,7 +157,7 @@ def _named(tables: Mapping[Place, Tables]) -> dict[str, Tensor]:
 
 def _fit_at_once(
     codecs: Mapping[Place, Codec], states: Mapping[int, LayerStates], windows: Tensor, settings: CalibrationConfig
-) -> dict[str, Tensor]:
+) -> dict[Place, Tables]:
     """Tables of codecs that their quantizers fit with all layers at once."""
     if not codecs:
         return {}
@@ -171,7 +168,7 @@ def _fit_at_once(
         found |= kind.fit_layers(
             {place: codec for place, codec in codecs.items() if type(codec.quantizer) is kind}, states, positions
         )
-    return _named(found)
+    return found
 
 
 def _check_tokens(tables: Mapping[str, Tensor], states: Mapping[int, LayerStates], windows: Tensor) -> None:
@@ -187,83 +184,33 @@ def _check_tokens(tables: Mapping[str, Tensor], states: Mapping[int, LayerStates
     check_enough(said, seen, numbers, "more tokens are needed")
 
 
-_kept: Kept[dict[int, LayerStates]] = {}
-
-
-def _states(
-    loaded: LoadedModel, windows: Tensor, settings: CalibrationConfig, gradients: bool, queries: bool
-) -> tuple[dict[int, LayerStates], float]:
-    """States of every layer, and the seconds of collecting them; the methods of a sweep share small enough states."""
-    return made_once(
-        _kept,
-        (*text_name(loaded, windows, settings), gradients, queries),
-        lambda: collect(loaded, windows, settings.tokens, gradients, settings.seed, queries),
-        lambda states: sum(layer.nbytes for layer in states.values()) <= _KEPT_BYTES,
+def _fit(codec: Codec, side: str, states: LayerStates, seed: int, device: torch.device) -> Tables:
+    """The tables of a codec that is fitted to the states of its layer."""
+    x, gradients, moments = getattr(states, side).to(device), states.gradients.get(side), states.moments(side)
+    found = fit_codec(
+        codec,
+        x.float() if x.dtype != torch.float64 else x,
+        None if gradients is None else gradients.to(device).float(),
+        None if states.rope is None else states.rope.to(device),
+        seed,
+        None if moments is None else moments.to(device),
     )
+    return {name: table.cpu() for name, table in found.items()}
 
 
-def _codecs(method: Method) -> dict[str, Codec]:
-    sides = {"key": method.key, "value": method.value}
-    return {side: codec for side, codec in sides.items() if codec is not None and calibrated_parts(codec)}
-
-
-def _fitted(method: Method) -> list[str]:
-    """Sides whose tables are fitted to the states of one layer: neither learned nor fitted with all layers at once."""
-    return [
-        side
-        for side, codec in _codecs(method).items()
-        if learned_rotation(codec) is None
-        and joint_parts(codec) is None
-        and not isinstance(codec.quantizer, SharingQuantizer)
-    ]
-
-
-def _fit(
-    method: Method, states: LayerStates, layer: int, layers: int, seed: int, device: torch.device
-) -> dict[str, Tensor]:
-    out: dict[str, Tensor] = {}
-    for side in _fitted(method):
-        if layer in method.full_precision_indices(side, layers):
-            continue
-        x, gradients, moments = getattr(states, side).to(device), states.gradients.get(side), states.moments(side)
-        found = fit_codec(
-            method.codec_of(side, layer) or _codecs(method)[side],
-            x.float() if x.dtype != torch.float64 else x,
-            None if gradients is None else gradients.to(device).float(),
-            None if states.rope is None else states.rope.to(device),
-            seed,
-            None if moments is None else moments.to(device),
-        )
-        out |= {f"{side}.{layer}.{name}": table.cpu() for name, table in found.items()}
-    return out
-
-
-def fitted(inputs: Inputs, method: Method) -> tuple[Method, Calibration]:
-    """A run's method with its tables, fitted now unless a file has them."""
-    text = text_of(inputs)
+def load_or_fit(inputs: Inputs, method: Method) -> tuple[Method, Calibration]:
+    """A run's method with its tables, fitted now unless a file has them and can be read."""
+    path, text, loaded = files.file_of(inputs), load_text(inputs), inputs.model
     assert text is not None
-    return calibrated(method, inputs.model, text.windows, inputs.config.method.calibration, files.file_of(inputs))
-
-
-def calibrated(
-    method: Method,
-    loaded: LoadedModel,
-    windows: Int[Tensor, "samples length"],
-    settings: CalibrationConfig,
-    path: Path,
-) -> tuple[Method, Calibration]:
-    """The method bound to the calibration of file `path`, which is made where it is missing or cannot be read."""
     with files.locked(path):
         try:
             found = files.read(path)
         except DataError as error:
             if path.exists():
                 print(f"{error}; calibrating again", file=sys.stderr)
-            layers = files.Layers(path)
-            files.write(path, calibrate(loaded, method, windows, settings, layers))
-            layers.remove()
+            files.write(path, calibrate(loaded, method, text.windows, inputs.config.method.calibration))
             found = files.read(path)
-    return bind(method, found, weights_name(loaded.model), head_dims_of(loaded.text_config)), found
+    return bind_tables(method, found, weights_name(loaded.model), head_dims_of(loaded.text_config)), found
 
 
 def _check_calibrated(method: Method) -> None:
@@ -285,7 +232,7 @@ def bind_calibration(method: Method, model: nn.Module, file: str | Path) -> Meth
     """
     _check_calibrated(method)
     config = model.config.get_text_config()  # type: ignore[union-attr, operator]
-    return bind(method, files.read(file), weights_name(model), head_dims_of(config))
+    return bind_tables(method, files.read(file), weights_name(model), head_dims_of(config))
 
 
 def calibrate_on_text(
@@ -312,4 +259,4 @@ def calibrate_on_text(
     loaded = LoadedModel(model, next(model.parameters()).device)
     settings = CalibrationConfig(samples=len(windows), length=length, seed=seed)
     found = calibrate(loaded, method, windows, settings)
-    return bind(method, found, weights_name(model), head_dims_of(loaded.text_config))
+    return bind_tables(method, found, weights_name(model), head_dims_of(loaded.text_config))

@@ -145,7 +145,7 @@ def _fingerprint(windows: Int[Tensor, "samples length"]) -> str:
     return hashlib.sha256(windows.numpy().tobytes()).hexdigest()
 
 
-def text_of(inputs: Inputs) -> CalibrationText | None:
+def load_text(inputs: Inputs) -> CalibrationText | None:
     """The text that the run's method is calibrated on; None: it names none, or the task reads no model."""
     settings = inputs.config.method.calibration
     if settings.dataset is None or not inputs.reads_weights:
@@ -170,13 +170,13 @@ def text_of(inputs: Inputs) -> CalibrationText | None:
 
 def fingerprint_of(inputs: Inputs) -> str | None:
     """SHA-256 (hex) of that text's tokens; None: no text."""
-    text = text_of(inputs)
+    text = load_text(inputs)
     return None if text is None else text.fingerprint
 
 
 def shared_text(inputs: Inputs, texts: Sequence[str]) -> float:
     """Share (0 to 1) of n-grams that the windows of the run's calibration have in common with what it scores."""
-    settings, text = inputs.config.method.calibration, text_of(inputs)
+    settings, text = inputs.config.method.calibration, load_text(inputs)
     share = 0.0 if text is None else shared_ngrams(inputs.tokenizer.batch_decode(text.windows), texts)
     if settings.allow_test_text or share <= TEST_TEXT:
         return share

@@ -15,16 +15,10 @@ from kvq.codecs.calibrated import (
     calibrated_parts,
     fit_codec,
 )
-from kvq.codecs.calibrated_levels import NonUniformQuantizer
-from kvq.codecs.calibrated_rotations import (
-    ChannelOrder,
-    GroupedHadamard,
-    LearnedRotation,
-    cayley_step,
-)
 from kvq.codecs.channel_groups import CalibratedChannelSplit, ChannelSplit
 from kvq.codecs.codec import Codec, StoredWithKeys, gain_factor
 from kvq.codecs.components import ComponentQuantizer, Deviation, ScalarQuantizer, TrellisQuantizer, Widths
+from kvq.codecs.fitted import ChannelOrder, GroupedHadamard, LearnedRotation, NonUniformQuantizer, cayley_step
 from kvq.codecs.lloyd_max import InnerProductQuantizer, LloydMaxQuantizer, Sketch, StartingCodebook, optimal_levels
 from kvq.codecs.nested import DeltaQuantizer, LowRankCorrection, Svd
 from kvq.codecs.packed import BlockRun, Growable, Packed, PackedStore, merge_runs, pack, plane_widths, unpack

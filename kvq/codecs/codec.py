@@ -23,12 +23,8 @@ _FULL = ("none", "ieee")
 def isolated(gradients: bool = False) -> Iterator[None]:
     """A context (or decorator) in which torch computes as in a new process, without gradients.
 
-    Codecs, caches and calibrations compute in dtypes of their choice, on the device of the states, in full precision,
-    whatever autocast, inference mode, default dtype, default device or precision of matrix products is in force around
-    them. Constants that are made meanwhile, and kept, are plain tensors.
-
-    Args:
-        gradients: leave them on where they are. Inference mode, which has none, ends in any case.
+    Whatever autocast, inference mode, default dtype, default device or precision of matrix products is in force around
+    it; constants that are made meanwhile, and kept, are plain tensors. `gradients`: leave them on where they are.
     """
     probe = torch.empty(0)
     with ExitStack() as stack:
@@ -55,7 +51,7 @@ Blocks = Float[Tensor, "*lead heads tokens head_dim"]
 States = Float[Tensor, "batch heads tokens head_dim"]
 
 ELEMENTS_AT_ONCE = 2**24
-"""Elements that are encoded or decoded together, 64 MiB of fp32; a single block may have more."""
+"""Elements that are encoded or decoded together, 64 MiB of fp32: no long text has a copy in it; a block may."""
 
 
 class Codec:
@@ -65,9 +61,6 @@ class Codec:
         stages: stage by name; None drops the stage (an ablation).
         order: names of `stages` in the order they are applied when encoding.
         quantizer: turns the last stage's output into codes.
-
-    Raises:
-        ConfigError: `order` names an unknown stage, one twice, or leaves one out; a part of another kind.
     """
 
     version: ClassVar[int] = 1
@@ -91,12 +84,6 @@ class Codec:
         left_out = [name for name, stage in stages.items() if stage is not None and name not in order]
         if left_out:
             raise ConfigError(f"order={list(order)}: leaves out stage '{left_out[0]}'; set it to null to drop it")
-        for what, part, kind in (
-            *((f"stages.{name}", stage, Stage) for name, stage in stages.items() if stage is not None),
-            ("quantizer", quantizer, Quantizer),
-        ):
-            if not isinstance(part, kind):
-                raise ConfigError(f"{what}={part}: a mapping whose _target_ is a kvq.codecs.{kind.__name__}")
         self.stages = [(name, stage) for name in order if (stage := stages[name]) is not None]
         self.quantizer = quantizer
 
@@ -144,13 +131,9 @@ class Codec:
 
     @isolated()
     def encode(self, x: States, block: int | None = None, rope: Rope | None = None) -> Packed:
-        """Encode all tokens as one block, or as blocks of `block` tokens, each with its own statistics.
+        """Encode all tokens as one block, or as blocks of `block` tokens (a short tail is one) with own statistics.
 
-        A short tail is a separate block. `rope`: the rotations (RoPE) of the tokens, for a codec that undoes them.
-
-        Raises:
-            DataError: no tokens.
-            Unsupported: a stage needs `rope` and it is missing or is that of other tokens.
+        `rope`: the rotations (RoPE) of the tokens, for a codec that undoes them.
         """
         batch, heads, tokens, head_dim = x.shape
         if not tokens:
@@ -158,7 +141,7 @@ class Codec:
         self._check_rope(rope, tokens)
         size = tokens if block is None else min(block, tokens)
         count, tail = divmod(tokens, size)
-        step = 1 if self.quantizer.variable_rows else _blocks_at_once(batch * heads * size * head_dim)
+        step = 1 if self.quantizer.variable_rows else max(1, ELEMENTS_AT_ONCE // (batch * heads * size * head_dim))
         whole = [(at * size, size, min(step, count - at)) for at in range(0, count, step)]
         runs: tuple[BlockRun, ...] = ()
         pieces = []
@@ -186,17 +169,13 @@ class Codec:
 
     @isolated()
     def decode(self, packed: Packed, rope: Rope | None = None) -> States:
-        """The reconstruction that attention reads, from nothing but the stored tensors, in the dtype that was encoded.
-
-        Raises:
-            Unsupported: as `encode`.
-        """
+        """The reconstruction that attention reads, from the stored tensors alone, in the dtype that was encoded."""
         self._check_rope(rope, packed.tokens)
         shape = (packed.batch, packed.heads, packed.tokens, packed.head_dim)
         out, first = next(iter(packed.parts.values())).new_empty(shape, dtype=packed.dtype), 0
         for run, parts in packed.by_run():
             blocks = run.blocks(parts)
-            step = _blocks_at_once(packed.batch * packed.heads * run.tokens * packed.head_dim)
+            step = max(1, ELEMENTS_AT_ONCE // (packed.batch * packed.heads * run.tokens * packed.head_dim))
             for at in range(0, run.count, step):
                 count = min(step, run.count - at)
                 length = run.tokens * count
@@ -222,7 +201,14 @@ class Codec:
             sides.append(side)
         parts, factor = self._quantize(y, dtype or blocks.dtype)
         if factor is not None:
-            self._fold(factor, sides, parts)
+            # Into the last token norm that only orthogonal stages follow; without one it is stored.
+            at = len(sides) - 1
+            while at >= 0 and self.stages[at][1].orthogonal and not self.stages[at][1].takes_gain:
+                at -= 1
+            if at >= 0 and self.stages[at][1].takes_gain:
+                sides[at] = self.stages[at][1].absorb(sides[at], factor)
+            else:
+                parts["gain"] = to_stored(factor, torch.float16)
         for (name, _), side in zip(self.stages, sides, strict=True):
             for key, value in side.items():
                 parts[f"{name}.{key}"] = to_stored(value, torch.float16) if value.is_floating_point() else value
@@ -230,21 +216,8 @@ class Codec:
 
     def _quantize(self, y: Tensor, dtype: torch.dtype) -> tuple[Parts, Float[Tensor, "*lead tokens 1"] | None]:
         """The quantizer's stored parts of `y`, and a gain per token `[..., tokens, 1]` where the quantizer has one."""
-        parts = self.quantizer.encode(y, dtype)
-        if self.quantizer.gain == "none":
-            return parts, None
-        return parts, gain_factor(y, self.quantizer.decode(parts, y.shape, y.dtype), self.quantizer.gain)
-
-    def _fold(self, factor: Tensor, sides: list[dict[str, Tensor]], parts: Parts) -> None:
-        """Multiply a gain into the last token norm that only orthogonal stages follow; without one, store the gain."""
-        for index in range(len(sides) - 1, -1, -1):
-            stage = self.stages[index][1]
-            if stage.takes_gain:
-                sides[index] = stage.absorb(sides[index], factor)
-                return
-            if not stage.orthogonal:
-                break
-        parts["gain"] = to_stored(factor, torch.float16)
+        parts, gain = self.quantizer.encode(y, dtype), self.quantizer.gain
+        return parts, None if gain == "none" else gain_factor(y, self.quantizer.decode(parts, y.shape, y.dtype), gain)
 
     def decode_block(self, parts: Parts, shape: Size, dtype: torch.dtype, rope: Rope | None = None) -> Blocks:
         """Inverse of `encode_block`, in the compute dtype `dtype`."""
@@ -269,12 +242,6 @@ class StoredWithKeys(Codec):
     def with_stages(self, stages: Iterable[tuple[str, Stage]], quantizer: Quantizer | None = None) -> Codec:
         return self
 
-    def encode_block(self, blocks: Blocks, rope: Rope | None = None, dtype: torch.dtype | None = None) -> Parts:
-        raise Unsupported("values are stored with the keys, by the codec of these")
-
-    def decode_block(self, parts: Parts, shape: Size, dtype: torch.dtype, rope: Rope | None = None) -> Blocks:
-        raise Unsupported("values are stored with the keys, by the codec of these")
-
 
 def check_nested(codec: Codec, outer: str, binds: bool = False) -> None:
     """Raise `Unsupported` for a codec that cannot work inside a quantizer (`outer`), which knows no token positions.
@@ -291,24 +258,18 @@ def check_nested(codec: Codec, outer: str, binds: bool = False) -> None:
         raise Unsupported(f"a {outer} takes a kvq.codecs.Codec, not a {kind}: use {kind} for the codec around it")
 
 
-def _blocks_at_once(elements: int) -> int:
-    """Blocks of so many elements that are encoded or decoded together, so that no long text has a copy in fp32."""
-    return max(1, ELEMENTS_AT_ONCE // elements)
-
-
 def _rope_argument(stage: Stage, rope: Rope | None) -> dict[str, Rope | None]:
     return {"rope": rope} if stage.uses_rope else {}
 
 
 def gain_factor(x: Tensor, x_hat: Tensor, gain: Gain) -> Float[Tensor, "*lead tokens 1"]:
     """The factor per head and token that `gain` asks for; 1 where its denominator is zero (NSNQuant, section 3.3)."""
-    if gain == "unit":
-        top, bottom = torch.ones_like(x[..., :1]), torch.linalg.vector_norm(x_hat, dim=-1, keepdim=True)
-    elif gain == "norm":
+    if gain in ("unit", "norm"):
         top, bottom = (torch.linalg.vector_norm(t, dim=-1, keepdim=True) for t in (x, x_hat))
+        top = torch.ones_like(top) if gain == "unit" else top
     else:
-        top = (x * (x_hat if gain == "l2" else x)).sum(-1, keepdim=True)
-        bottom = (x_hat * (x_hat if gain == "l2" else x)).sum(-1, keepdim=True)
+        other = x_hat if gain == "l2" else x
+        top, bottom = (x * other).sum(-1, keepdim=True), (x_hat * other).sum(-1, keepdim=True)
     return torch.where(bottom == 0, torch.ones_like(top), top / bottom.masked_fill(bottom == 0, 1))
 
 

@@ -19,7 +19,7 @@ from jaxtyping import Float, UInt8
 from torch import Size, Tensor
 
 from kvq.codecs import trellis
-from kvq.codecs.calibrated import Calibrated, Tables
+from kvq.codecs.calibrated import Calibrated
 from kvq.codecs.levels import nearest_level
 from kvq.codecs.lloyd_max import cells, optimal_levels
 from kvq.codecs.quantizers import Parts, Quantizer, checked_choice
@@ -89,10 +89,6 @@ class ComponentQuantizer(Calibrated, Quantizer):
     @abc.abstractmethod
     def errors(self) -> tuple[float, ...]:
         """Mean squared error on N(0, 1) at 0, 1, ... bits."""
-
-    def width_tables(self, spectrum: Float[Tensor, " components"], widths: UInt8[Tensor, " components"]) -> Tables:
-        """Tables to store: the bit `widths` allocated, and the eigenvalues λ (`spectrum`) as weights."""
-        return {"widths": widths, "weights": spectrum.float()}
 
     def bind(self, tables: Mapping[str, Tensor] | None, heads: int, head_dim: int) -> Calibrated:
         other = super().bind(tables, heads, head_dim)

@@ -71,8 +71,10 @@ def levels_1d(values: Float[Tensor, " n"], weights: Float[Tensor, " n"], count: 
     points, share = points[share > 0], share[share > 0]
     if not len(points):
         points, share = values.double().cpu().numpy(), np.ones(len(values))
-    if len(points) > _BINS:
-        points, share = _bin(points, share)
+    if len(points) > _BINS and (low := points.min()) < (high := points.max()):
+        bins = np.minimum(((points - low) * (_BINS / (high - low))).astype(np.int64), _BINS - 1)
+        mass = np.bincount(bins, share, _BINS)
+        points, share = np.bincount(bins, share * points, _BINS)[mass > 0] / mass[mass > 0], mass[mass > 0]
     distinct = np.unique(points)
     if len(distinct) <= count:
         levels = np.concatenate([distinct, np.repeat(distinct[-1:], count - len(distinct))])
@@ -82,17 +84,6 @@ def levels_1d(values: Float[Tensor, " n"], weights: Float[Tensor, " n"], count: 
             means.fit(points[:, None], sample_weight=share / share.mean())
         levels = np.sort(means.cluster_centers_[:, 0])
     return torch.from_numpy(levels)
-
-
-def _bin(points: np.ndarray, share: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Weighted means and weights of the bins that hold a value."""
-    low, high = points.min(), points.max()
-    if low == high:
-        return points[:1], share.sum(keepdims=True)
-    bins = np.minimum(((points - low) * (_BINS / (high - low))).astype(np.int64), _BINS - 1)
-    mass = np.bincount(bins, share, _BINS)
-    held = mass > 0
-    return np.bincount(bins, share * points, _BINS)[held] / mass[held], mass[held]
 
 
 def nearest(
@@ -105,13 +96,14 @@ def nearest(
     scoring = torch.cat([centroids, centroids.square().sum(-1, keepdim=True) / -2], -1).mT.contiguous()
     points = torch.nn.functional.pad(points, (0, 1), value=1)
     out = torch.empty(sets, rows, dtype=torch.int32, device=points.device)
-    for some, part in _tiles(sets, rows, count, points.device):
+    for some, part in tiles(sets, rows, max(1, _SCORES // count), points.device):
         out[some, part] = torch.bmm(points[some, part], scoring[some]).max(-1).indices.int()
     return out
 
 
-def _tiles(sets: int, rows: int, count: int, device: torch.device) -> Iterator[tuple[slice, slice]]:
-    room = max(1, (_SCORES if device.type == "cpu" else 256 * _SCORES) // count)
+def tiles(sets: int, rows: int, room: int, device: torch.device) -> Iterator[tuple[slice, slice]]:
+    """Sets and rows that are searched together: `room` rows, of whole sets or of a piece of one; more on a GPU."""
+    room = room if device.type == "cpu" else 256 * room  # launches cost more than memory there
     tile = min(rows, room)
     together = max(1, room // tile)
     for first in range(0, sets, together):

@@ -55,12 +55,6 @@ def density(t: Array, dim: float | int) -> Array:
     return (1 - t**2) ** ((dim - 3) / 2) / special.beta(0.5, (dim - 1) / 2)
 
 
-def _centroids(levels: Array, dim: float | int) -> Array:
-    """Conditional mean of each positive level's cell (Lloyd's centroid condition)."""
-    mass, mean = cells(levels, dim)
-    return mean / mass
-
-
 def optimal_levels(bits: int, dim: float | int) -> Array:
     """The positive half of the least-error codebook with 2^bits levels, ascending; the other half is its mirror image.
 
@@ -69,14 +63,14 @@ def optimal_levels(bits: int, dim: float | int) -> Array:
 
     Source: TurboQuant (arXiv 2504.19874), section 3.1; Max 1960 (Table I: N(0, 1)), Lloyd 1982.
     """
-    return fixed_point(lambda levels: _centroids(levels, dim), _point_density_levels(2 ** (bits - 1), dim))
+    half = 2 ** (bits - 1)
+    centers = (np.arange(half) + 0.5) / half  # quantiles of the density proportional to f^(1/3) (Panter-Dite)
+    start = quantile(centers, dim) * 3**0.5 if math.isinf(dim) else quantile(centers, (dim - 3) / 3 + 3)
+    return fixed_point(lambda levels: np.divide(*cells(levels, dim)[::-1]), start)
 
 
 def trapezoid_levels(bits: int, dim: float | int) -> Array:
-    """All 2^bits levels for N(0, 1/dim) as vLLM finds them: Lloyd's steps with 200 trapezoids for each cell.
-
-    Outer cells end at 10.5 standard deviations. There are at most 200 steps, from even levels up to 3.5 deviations, and
-    one that moves no level by 1e-10 is not taken.
+    """All 2^bits levels for N(0, 1/dim) as vLLM finds them: at most 200 steps with 200 trapezoids for a cell.
 
     Source: `solve_lloyd_max` of vLLM's turboquant/centroids.py.
     """
@@ -93,12 +87,6 @@ def trapezoid_levels(bits: int, dim: float | int) -> Array:
     return levels
 
 
-def _point_density_levels(half: int, dim: float | int) -> Array:
-    """`half` positive levels to start from: quantiles of the density proportional to f^(1/3) (Panter-Dite)."""
-    centers = (np.arange(half) + 0.5) / half
-    return quantile(centers, dim) * 3**0.5 if math.isinf(dim) else quantile(centers, (dim - 3) / 3 + 3)
-
-
 def cells(levels: Array, dim: float | int, lowest: float = 0.0) -> tuple[Array, Array]:
     """P(cell) and E[T; cell] of ascending levels whose first cell begins at `lowest`: 0 for the positive levels."""
     ends = np.concatenate([[lowest], (levels[1:] + levels[:-1]) / 2, [math.inf if math.isinf(dim) else 1.0]])
@@ -112,18 +100,6 @@ def quantile(p: Array, dim: float | int) -> Array:
     return np.sqrt(special.betaincinv(0.5, (dim - 1) / 2, p))
 
 
-def cell_probabilities(levels: Array, dim: int) -> Array:
-    """Probability of each level of a symmetric codebook, lowest first, given its positive levels `levels`."""
-    half, _ = cells(levels, dim)
-    return np.concatenate([half[::-1], half])
-
-
-def relative_mse(levels: Array, dim: int) -> float:
-    """E|x - x̂|² / E|x|² of unit vectors whose coordinates take these levels: 1 - dim · Σ p c²."""
-    half = len(levels)
-    return float(1 - 2 * dim * (cell_probabilities(levels, dim)[half:] * levels**2).sum())
-
-
 def codebook(bits: int, dim: int, marginal: Marginal = "sphere") -> Array:
     """The codebook with 2^bits levels, ascending, of a coordinate of the sphere or of its normal limit."""
     if marginal == "trapezoid":
@@ -135,10 +111,10 @@ def codebook(bits: int, dim: int, marginal: Marginal = "sphere") -> Array:
 
 @lru_cache(maxsize=128)
 def _tables(
-    made: Callable[..., Array], given: tuple[Any, ...], dim: int, dtype: torch.dtype, device: torch.device
+    made: Callable[..., Array], given: tuple[Any, ...], dtype: torch.dtype, device: torch.device
 ) -> tuple[Tensor, Tensor]:
-    """Levels and thresholds of a codebook, `made(*given)`; `dim`: of its channels, the second of what is given."""
-    levels = made(given[0], dim, *given[1:])
+    """Levels and thresholds of a codebook, `made(*given)`."""
+    levels = made(*given)
     middles = (levels[1:] + levels[:-1]) / 2
     return tuple(torch.from_numpy(part).to(device, dtype) for part in (levels, middles))  # type: ignore[return-value]
 
@@ -147,15 +123,12 @@ class CodebookQuantizer(CodeQuantizer):
     """Rounds each coordinate of a rotated unit vector to the nearest of 2^bits levels.
 
     Args:
-        bits: bits per code, 1-8.
-        gain: see `Gain`; folds into the token norm before this quantizer.
+        bits, gain, unit: as `LloydMaxQuantizer`.
         made, given: a function of the bits, the channels and `given` to the levels, ascending.
-        unit: decoded tokens are scaled to norm 1.
 
     Stores `codes.<plane>`; expects tokens of norm 1 (`TokenNorm`) whose direction is random (a rotation). A coordinate
-    in the middle between two levels goes to the higher one, and so does one below it by a rounding error (`_TIE`):
-    rotated 16-bit states cancel to 0 here and there, but for the order of the sum, which depends on how many tokens are
-    rotated together and must not decide a code.
+    in the middle between two levels goes to the higher one, and so does one below it by a rounding error (`_TIE`), as
+    the order of a rotation's sum, which depends on how many tokens it rotates, must not decide a code.
     """
 
     token_group = 1
@@ -165,13 +138,11 @@ class CodebookQuantizer(CodeQuantizer):
     ) -> None:
         require(1 <= bits <= MAX_BITS, "bits", bits, f"a Lloyd-Max codebook has 1 to {MAX_BITS} bits", Unsupported)
         self.bits, self.gain, self.unit = bits, checked_choice(Gain, gain, "gain"), unit
-        self._start = made, given
+        self._made, self._given = made, given
 
-    @property
-    def _level_source(self) -> tuple[Callable[..., Array], tuple[Any, ...]]:
-        """What makes the levels, and from what: of the bits as they are now, which a copy may have raised."""
-        made, given = self._start
-        return made, (self.bits, *given)
+    def _tables(self, dim: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Levels and thresholds, of the bits as they are now, which a copy may have raised."""
+        return _tables(self._made, (self.bits, dim, *self._given), dtype, device)
 
     def check(self, head_dim: int) -> None:
         if head_dim < 3:
@@ -179,17 +150,17 @@ class CodebookQuantizer(CodeQuantizer):
 
     def levels(self, dim: int, dtype: torch.dtype) -> Float[Tensor, " levels"]:
         """All levels for `dim` channels, ascending."""
-        return _tables(*self._level_source, dim, dtype, torch.device("cpu"))[0]
+        return self._tables(dim, dtype, torch.device("cpu"))[0]
 
     def encode(self, x: Float[Tensor, "*lead heads tokens dim"], dtype: torch.dtype) -> Parts:
         """`codes.<plane>`: index of the nearest level."""
         self.check(x.shape[-1])
-        _, middles = _tables(*self._level_source, x.shape[-1], x.dtype, x.device)
+        _, middles = self._tables(x.shape[-1], x.dtype, x.device)
         return pack_parts(nearest_level(x, middles - torch.finfo(dtype).eps * _TIE), self.bits)
 
     def decode(self, parts: Parts, shape: Size, dtype: torch.dtype) -> Float[Tensor, "*lead heads tokens dim"]:
         codes = unpack_parts(parts, self.bits, shape[-2])
-        x = look_up(_tables(*self._level_source, shape[-1], dtype, codes.device)[0], codes)
+        x = look_up(self._tables(shape[-1], dtype, codes.device)[0], codes)
         return torch.nn.functional.normalize(x, dim=-1) if self.unit else x
 
 
@@ -220,11 +191,8 @@ class LloydMaxQuantizer(CodebookQuantizer):
         marginal: Marginal | str = "sphere",
         unit: bool = False,
     ) -> None:
-        bits += extra_bits
-        if least is not None:
-            bits = max(bits, least)
-        if most is not None:
-            bits = min(bits, most)
+        bits = max(bits + extra_bits, least or 0)
+        bits = bits if most is None else min(bits, most)
         self.marginal: Marginal = checked_choice(Marginal, marginal, "marginal")
         super().__init__(bits, gain, codebook, (self.marginal,), unit)
 
@@ -247,15 +215,21 @@ Start = Literal["even", "quantile", "kmeans_plus_plus"]
 def levels_from(bits: int, dim: int, start: Start, steps: int = 0, seed: int = 5) -> Array:
     """2^bits levels for a coordinate T of a uniform unit vector after `steps` of Lloyd's steps, ascending.
 
-    Even levels reach to the 99.9% quantile of |T|, which gives the printed errors to the noise of 100,000 samples
-    (0.097 at 1 bit, D=64); k-means++ (Arthur and Vassilvitskii 2007) draws from so many samples. All starts lead to the
-    levels of `optimal_levels`, because the density has one optimum.
+    Even levels reach to the 99.9% quantile of |T|, which gives the printed errors (0.097 at 1 bit, D=64); k-means++
+    draws from 100,000 samples. All starts lead to `optimal_levels`, because the density has one optimum.
 
     Source: KVQuant++, section 2.2.1.
     """
     count = 2**bits
-    if start == "kmeans_plus_plus":
-        levels = _draw_levels(count, dim, seed)
+    if start == "kmeans_plus_plus":  # a sample by chance, each further one by its squared distance from the others
+        generator = np.random.default_rng([seed, _SAMPLES])  # no other part draws from this stream
+        samples = quantile(generator.random(_SAMPLES), dim) * generator.choice([-1.0, 1.0], _SAMPLES)
+        chosen = [generator.choice(samples)]
+        distance = (samples - chosen[0]) ** 2
+        while len(chosen) < count:
+            chosen.append(generator.choice(samples, p=distance / distance.sum()))
+            distance = np.minimum(distance, (samples - chosen[-1]) ** 2)
+        levels = np.sort(chosen)
     elif start == "even":
         end = float(quantile(np.array(_SUPPORT), dim))
         levels = np.linspace(-end, end, count)
@@ -263,21 +237,8 @@ def levels_from(bits: int, dim: int, start: Start, steps: int = 0, seed: int = 5
         half = quantile((2 * np.arange(count // 2) + 1) / count, dim)
         levels = np.concatenate([-half[::-1], half])
     for _ in range(steps):
-        mass, mean = cells(levels, dim, lowest=-1.0)
-        levels = mean / mass
+        levels = np.divide(*cells(levels, dim, lowest=-1.0)[::-1])
     return levels
-
-
-def _draw_levels(count: int, dim: int, seed: int) -> Array:
-    """Samples of a coordinate: one by chance, each further one by its squared distance from the others."""
-    generator = np.random.default_rng([seed, _SAMPLES])  # no other part draws from this stream
-    samples = quantile(generator.random(_SAMPLES), dim) * generator.choice([-1.0, 1.0], _SAMPLES)
-    chosen = [generator.choice(samples)]
-    distance = (samples - chosen[0]) ** 2
-    while len(chosen) < count:
-        chosen.append(generator.choice(samples, p=distance / distance.sum()))
-        distance = np.minimum(distance, (samples - chosen[-1]) ** 2)
-    return np.sort(chosen)
 
 
 class StartingCodebook(CodebookQuantizer):
@@ -337,10 +298,8 @@ class InnerProductQuantizer(CodeQuantizer):
         marginal: Marginal | str = "sphere",
     ) -> None:
         self.bits, self.seed = bits + extra_bits, seed
-        if not 2 <= self.bits <= MAX_BITS:
-            raise Unsupported(
-                f"bits={self.bits}: the inner-product form has 2 to {MAX_BITS} bits, one of them for signs"
-            )
+        said = f"the inner-product form has 2 to {MAX_BITS} bits, one of them for signs"
+        require(2 <= self.bits <= MAX_BITS, "bits", self.bits, said, Unsupported)
         self.sketch: Sketch = checked_choice(Sketch, sketch, "sketch")
         self._codes = LloydMaxQuantizer(self.bits - 1, marginal=marginal)
 

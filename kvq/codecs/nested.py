@@ -104,9 +104,17 @@ class DeltaQuantizer(Quantizer):
             steps.append(self.codec.encode_block(delta, dtype=dtype))
             decoded = decoded + self.codec.decode_block(steps[-1], delta.shape, delta.dtype)
             if self.variable_rows:
-                far.append(_norm(delta) > self.anchor_threshold * _norm(token))
+                size, limit = (torch.linalg.vector_norm(one, dim=-1, keepdim=True) for one in (delta, token))
+                far.append(size > self.anchor_threshold * limit)
                 decoded = torch.where(far[-1], to_stored(token, dtype).to(x.dtype), decoded)
-        parts = {"anchors": torch.cat(anchors, -2)} | self._concatenate(steps, x)
+        # A block of anchors has the same parts without rows.
+        none = [] if steps else [self.codec.encode_block(torch.zeros_like(x[..., :1, :]))]
+        joined = {name: torch.cat([step[name] for step in steps or none], -2) for name in (steps or none)[0]}
+        if steps:
+            joined = pack_tokens(joined, self.codec.token_widths(x.shape[-3], x.shape[-1], x))
+        else:
+            joined = {name: part[..., :0, :] for name, part in joined.items()}
+        parts = {"anchors": torch.cat(anchors, -2)} | with_prefix(joined, "delta.")
         if self.variable_rows:
             rest = [at for at, regular in enumerate(self._anchors(x.shape[-2])) if not regular]
             mask = torch.cat([x.new_zeros(*x.shape[:-2], 0, 1, dtype=torch.bool), *far], -2)
@@ -114,16 +122,6 @@ class DeltaQuantizer(Quantizer):
             parts |= {"far": pack(flags, 1)[0] if far else flags}
             parts |= {"far.anchors": _gather_masked(to_stored(x, dtype), rest, mask)}
         return parts
-
-    def _concatenate(self, steps: list[Parts], x: Tensor) -> Parts:
-        """The parts of single tokens as those of one block; a block of anchors has the same parts without rows."""
-        if steps:
-            joined = {name: torch.cat([step[name] for step in steps], -2) for name in steps[0]}
-            parts = pack_tokens(joined, self.codec.token_widths(x.shape[-3], x.shape[-1], x))
-        else:
-            one = self.codec.encode_block(torch.zeros_like(x[..., :1, :]))
-            parts = {name: part[..., :0, :] for name, part in one.items()}
-        return with_prefix(parts, "delta.")
 
     def decode(self, parts: Parts, shape: Size, dtype: torch.dtype) -> Float[Tensor, "*lead heads tokens dim"]:
         regular = self._anchors(shape[-2])
@@ -148,10 +146,6 @@ class DeltaQuantizer(Quantizer):
                 decoded = torch.where(mask, kept, decoded)
             out.append(decoded)
         return torch.cat(out, -2)
-
-
-def _norm(x: Float[Tensor, "*lead 1 dim"]) -> Float[Tensor, "*lead 1 1"]:
-    return torch.linalg.vector_norm(x, dim=-1, keepdim=True)
 
 
 def _masked_first(mask: Bool[Tensor, "*lead heads tokens 1"]) -> tuple[Tensor, Tensor]:
@@ -200,9 +194,7 @@ class LowRankCorrection(Calibrated, Quantizer):
         base: codec whose error is corrected, its stages included.
         rank: singular vectors per head, at most as many as tokens or channels.
         svd: `exact`, or `randomized` (in blocks of 64 tokens or more; shorter ones have `exact`).
-        oversample: vectors that the randomized decomposition finds beside those that are kept.
-        iterations: its power iterations.
-        seed: of its start, independent of data seeds and of the seeds of rotations.
+        oversample, iterations, seed: of the randomized decomposition: further vectors, power iterations, its start.
         below: a base of so many bits or more is not corrected (KVQuant++, section 5.3: 4); None: every base is.
 
     Stores the codec's parts as `base.<name>`, `left` and `right` (fp16): `[..., heads, tokens * rank, 1]` and
@@ -229,8 +221,9 @@ class LowRankCorrection(Calibrated, Quantizer):
             raise Unsupported("a low-rank correction takes no learned part inside of it, where no training finds it")
         self.is_calibrated, self.wants_gradients = bool(own), any(part.wants_gradients for part in own.values())
         self.wants_moments = any(part.wants_moments for part in own.values())
-        for setting, given, least in (("rank", rank, 1), ("oversample", oversample, 0), ("iterations", iterations, 0)):
-            at_least(setting, given, least)
+        at_least("rank", rank, 1)
+        at_least("oversample", oversample, 0)
+        at_least("iterations", iterations, 0)
         check_seed("seed", seed)
         self.base, self.rank, self.oversample, self.iterations, self.seed = base, rank, oversample, iterations, seed
         self.svd: Svd = checked_choice(Svd, svd, "svd")
@@ -295,12 +288,9 @@ def product(parts: Parts, shape: Size, dtype: torch.dtype) -> Float[Tensor, "*le
 
 def exact_svd(x: Blocks, rank: int) -> Factors:
     """U_r Σ_r and V_rᵀ of the decomposition of each block."""
-    left, right = [], []
-    for block in x:  # in memory of its own, as where a block lies may decide the last bits
-        u, s, vh = torch.linalg.svd(block.clone(), full_matrices=False)
-        left.append(u[:, :rank] * s[:rank])
-        right.append(vh[:rank])
-    return torch.stack(left), torch.stack(right)
+    # Each in memory of its own, as where a block lies may decide the last bits.
+    found = [torch.linalg.svd(block.clone(), full_matrices=False) for block in x]
+    return torch.stack([u[:, :rank] * s[:rank] for u, s, _ in found]), torch.stack([vh[:rank] for _, _, vh in found])
 
 
 def randomized_svd(x: Blocks, rank: int, oversample: int, iterations: int, seed: int) -> Factors:

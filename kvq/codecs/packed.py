@@ -12,6 +12,7 @@ how the rows divide into blocks. A codec decodes from nothing but these tensors.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -200,11 +201,12 @@ def merge_runs(first: tuple[BlockRun, ...], second: tuple[BlockRun, ...]) -> tup
     return tuple(runs)
 
 
+@dataclass
 class _Shared:
     """A tensor with reserved rows that several `Growable` may read; `used` rows are written, the rest are free."""
 
-    def __init__(self, data: Tensor, used: int) -> None:
-        self.data, self.used = data, used
+    data: Tensor
+    used: int
 
 
 class Growable:
@@ -281,8 +283,7 @@ class PackedStore:
 
     def fork(self) -> PackedStore:
         """A copy that shares the rows written so far."""
-        other = PackedStore.__new__(PackedStore)
-        other._meta, other._runs = self._meta, self._runs
+        other = copy.copy(self)
         other._parts = {name: part.fork() for name, part in self._parts.items()}
         return other
 

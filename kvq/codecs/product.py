@@ -162,23 +162,15 @@ class ProductQuantizer(GroupedIndices):
 
     def fit(self, x: Float[Tensor, "batch heads tokens dim"]) -> Float[Tensor, "batch 1 entries channels"]:
         """Codebooks of each sequence in fp16, group after group; those of a sequence do not depend on the others."""
-        return torch.stack([self._fit(sequence) for sequence in x])
-
-    def _fit(self, x: Float[Tensor, "heads tokens dim"]) -> Float[Tensor, "1 entries channels"]:
-        """Centroids of one sequence in fp16 by k-means over at most `rows` tokens of all heads, group after group."""
-        points = self.grouped(x.float()).transpose(0, 1).flatten(1, 2)
-        count = points.shape[1]
-        kept = torch.arange(min(count, self.rows), device=x.device) * count // min(count, self.rows)
-        points = points[:, kept].contiguous()
-        weights = torch.ones_like(points[..., 0])
-        found = codebooks(points, weights, 2**self.code_bits, self.iterations, self.seed)
-        return to_stored(found, torch.float16).flatten(0, 1)[None]
-
-    def with_codebooks(self, book: Float[Tensor, "batch 1 entries channels"]) -> ProductQuantizer:
-        """A copy that encodes and decodes by the codebooks of `fit`."""
-        other = copy.copy(self)
-        other._book = book[:, 0].unflatten(1, (-1, 2**self.code_bits))
-        return other
+        found = []
+        for sequence in x:
+            points = self.grouped(sequence.float()).transpose(0, 1).flatten(1, 2)
+            count = points.shape[1]
+            kept = torch.arange(min(count, self.rows), device=x.device) * count // min(count, self.rows)
+            points = points[:, kept].contiguous()
+            weights = torch.ones_like(points[..., 0])
+            found.append(codebooks(points, weights, 2**self.code_bits, self.iterations, self.seed).flatten(0, 1)[None])
+        return to_stored(torch.stack(found), torch.float16)
 
     def _centroids(self, heads: int, dtype: torch.dtype) -> list[Float[Tensor, "heads groups count channels"]]:
         """Centroids of each sequence, broadcast to all heads."""
@@ -200,9 +192,8 @@ class PrefillCodec(Codec):
     """A codec around a `ProductQuantizer`, whose codebooks are fitted to the tokens that are encoded first.
 
     They are stored with the first blocks as `codebook` (fp16 `[batch, 1, entries, channels]`) and count in the bits of
-    the sequence; `for_later_tokens` encodes later tokens by them. So a block's codes depend on the first tokens and on
-    the block, in whatever forwards its tokens came: all tokens of a prompt that leave full precision together, or the
-    first block where tokens come one by one.
+    the sequence; `for_later_tokens` encodes later tokens by them. First are all tokens of a prompt that leave full
+    precision together, or the first block where tokens come one by one.
 
     Source: KVQuant++, section 3.5.
     """
@@ -228,8 +219,11 @@ class PrefillCodec(Codec):
         """None: the first block has the codebooks."""
         return None
 
-    def _by(self, book: Tensor) -> Codec:
-        return Codec(dict(self.stages), [name for name, _ in self.stages], self._product.with_codebooks(book))
+    def _by(self, book: Float[Tensor, "batch 1 entries channels"]) -> Codec:
+        """A codec that encodes and decodes by the codebooks of `ProductQuantizer.fit`."""
+        quantizer = copy.copy(self._product)
+        quantizer._book = book[:, 0].unflatten(1, (-1, 2**quantizer.code_bits))
+        return Codec(dict(self.stages), [name for name, _ in self.stages], quantizer)
 
     def for_later_tokens(self, stored: Packed | None) -> Codec:
         return self if stored is None else self._by(stored.parts[_BOOK])

@@ -75,11 +75,7 @@ class Quantizer(abc.ABC):
         return {}
 
     def with_more_bits(self, extra: int, most: int) -> Quantizer:
-        """This quantizer with `extra` bits more, but not above `most`, in each codec that it holds.
-
-        Raises:
-            Unsupported: it has no such setting, and holds no codec.
-        """
+        """This quantizer with `extra` bits more, but not above `most`, in each codec that it holds."""
         inner = {name: part for name, part in vars(self).items() if hasattr(part, "with_more_bits")}
         if not inner:
             raise Unsupported(

@@ -263,17 +263,10 @@ def eigenvectors(
     near = len(matrix) * torch.finfo(matrix.dtype).eps * spectrum.abs().amax()
     ends = [*((spectrum.diff() > near).nonzero()[:, 0] + 1).tolist(), len(matrix)]
     for start, end in itertools.pairwise([0, *ends]):
-        if end - start > 1:
-            basis[:, start:end] = _basis(basis[:, start:end])
+        projection = basis[:, start:end] @ basis[:, start:end].mT
+        for column in range(start, end) if end - start > 1 else ():
+            left = projection.diagonal()
+            pivot = int((left >= _NEAR * left.max()).byte().argmax())
+            basis[:, column] = projection[:, pivot] / left[pivot].sqrt()
+            projection = projection - torch.outer(basis[:, column], basis[:, column])
     return spectrum, fix_signs(basis)
-
-
-def _basis(vectors: Float[Tensor, "n count"]) -> Float[Tensor, "n count"]:
-    """An orthonormal basis of the space that orthonormal vectors span, which depends on the space alone."""
-    projection, found = vectors @ vectors.mT, []
-    for _ in range(vectors.shape[1]):
-        left = projection.diagonal()
-        pivot = int((left >= _NEAR * left.max()).byte().argmax())
-        found.append(projection[:, pivot] / left[pivot].sqrt())
-        projection = projection - torch.outer(found[-1], found[-1])
-    return torch.stack(found, 1)

@@ -143,8 +143,6 @@ class FisherTransform(JointTransform):
     `inverse`, rows after each other, `steps` `[groups, m, 1]` in fp32, `row_bits` `[groups, m]` in uint8.
     """
 
-    # 1 also since the signs of eigenvectors are fixed: they are a free choice, which LAPACK's rounding made before.
-    # Records from then are as valid as any other draw of signs: quantizers see components of the same distribution.
     version: ClassVar[int] = 1
 
     def __init__(
@@ -175,10 +173,6 @@ class FisherTransform(JointTransform):
         """Whether the inverse is kept as integers."""
         return not self.tables_as.startswith("float")
 
-    def _row_bits(self, widths: Int[Tensor, " m"]) -> Int[Tensor, " m"]:
-        given = int(re.sub(r"\D", "", self.tables_as))
-        return torch.full_like(widths, given) if self.tables_as.startswith("int") else widths + given
-
     def fit_joint(self, moments: JointMoments) -> Tables:
         """The tables with all components, and `spectrum` `[1, n]`: λ."""
         found = [metric_basis(covariance, fisher) for covariance, fisher in self._blocks(moments)]
@@ -196,7 +190,8 @@ class FisherTransform(JointTransform):
             size = len(fisher)
             width, start = own[start : start + size], start + size
             kept = width > 0 if bool(width.any()) else torch.arange(size) < 1
-            bits = self._row_bits(width[kept])
+            given = int(re.sub(r"\D", "", self.tables_as))
+            bits = torch.full_like(width[kept], given) if self.tables_as.startswith("int") else width[kept] + given
             half, exact = 2.0 ** (bits[:, None] - 1), rows.double()[:size][kept]
             steps = best_row_steps(exact, bits)
             forward, sizes, costs = best_encoder(
@@ -232,14 +227,13 @@ class FisherTransform(JointTransform):
         together = heads if self.heads_together is None else min(self.heads_together * unit, heads)
         size = n // heads * together
         order = self._channel_order(n, heads)
-        covariance, fisher = (part[order][:, order] for part in (self._covariance(moments), self._fisher(moments)))
+        if self.mixing == LEDOIT_WOLF:
+            mixed = _shrink(moments.covariance, moments.fourth, moments.tokens)
+        else:
+            mixed = torch.lerp(moments.covariance, moments.covariance.diagonal().diag(), float(self.mixing))
+        covariance, fisher = (part[order][:, order] for part in (mixed, self._fisher(moments)))
         groups = [slice(start, min(start + size, n)) for start in range(0, n, size)]
         return [(covariance[group, group], fisher[group, group]) for group in groups]
-
-    def _covariance(self, moments: JointMoments) -> Float[Tensor, "n n"]:
-        if self.mixing == LEDOIT_WOLF:
-            return _shrink(moments.covariance, moments.fourth, moments.tokens)
-        return torch.lerp(moments.covariance, moments.covariance.diagonal().diag(), float(self.mixing))
 
     def _fisher(self, moments: JointMoments) -> Float[Tensor, "n n"]:
         fisher, shrunk = moments.fisher, self.ridge == LEDOIT_WOLF
@@ -288,17 +282,15 @@ class FisherTransform(JointTransform):
         found = []
         for prefix in _prefixes(tables):
             own = tables.get(f"{prefix}{name}", tables.get(f"{FOLDED}{prefix}{name}"))
-            found += [*(self._dequantize_inverse(tables, prefix) if own is None else own)]
+            if own is None:  # the inverse, from integer codes and steps
+                bits, steps = tables[f"{prefix}row_bits"].cpu()[..., None], tables[f"{prefix}steps"].cpu()
+                forward = f"{prefix}forward" if f"{prefix}forward" in tables else f"{FOLDED}{prefix}forward"
+                columns = tables[forward].shape[1]
+                codes = unpack_rows(tables[f"{prefix}codes"].cpu(), bits.flatten().tolist(), columns)
+                codes = codes.unflatten(0, (len(bits), -1))
+                own = (dequantize_rows(codes, steps.double(), 2.0 ** (bits.double() - 1)) * (bits > 0)).float()
+            found += [*own]
         return found
-
-    @staticmethod
-    def _dequantize_inverse(tables: Mapping[str, Tensor], prefix: str) -> Float[Tensor, "groups m channels"]:
-        """The inverse matrices from their stored integer codes and steps."""
-        bits, steps = tables[f"{prefix}row_bits"].cpu()[..., None], tables[f"{prefix}steps"].cpu()
-        columns = tables.get(f"{prefix}forward", tables.get(f"{FOLDED}{prefix}forward")).shape[1]  # type: ignore[union-attr]
-        codes = unpack_rows(tables[f"{prefix}codes"].cpu(), bits.flatten().tolist(), columns)
-        found = dequantize_rows(codes.unflatten(0, (len(bits), -1)), steps.double(), 2.0 ** (bits.double() - 1))
-        return (found * (bits > 0)).float()
 
     def _matrices(self, name: str, like: Tensor) -> list[Float[Tensor, "rows columns"]]:
         """As `_rows`, in the dtype and on the device of `like`."""

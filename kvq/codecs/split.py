@@ -155,17 +155,15 @@ class TokenSplit(TwoWaySplit):
         chosen = scores.topk(self.count(scores.shape[-1]), -1).indices
         return torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, chosen, True)
 
-    def _spread_mask(self, x: Tensor) -> Tensor:
-        """Salient tokens evenly spaced over the block, `[..., heads or 1, tokens]` (without a policy)."""
-        tokens, count = x.shape[-2], self.count(x.shape[-2])
-        mask = torch.zeros(tokens, dtype=torch.bool, device=x.device)
-        mask[torch.arange(count, device=x.device) * tokens // max(count, 1)] = True
-        return mask.expand(*x.shape[:-3], x.shape[-3] if self.per_head else 1, tokens)
-
     def encode(self, x: Float[Tensor, "*lead heads tokens dim"], dtype: torch.dtype) -> Parts:
         """`mask` `[..., heads or 1, ceil(tokens / 8), 1]` and the parts of both codecs."""
-        mask = (self._spread_mask(x) if self.mask is None else self.mask).unsqueeze(-1)
-        return {"mask": pack(mask.to(torch.uint8), 1)[0]} | self._encode_mask(x, mask, self.count(x.shape[-2]), dtype)
+        tokens, count, mask = x.shape[-2], self.count(x.shape[-2]), self.mask
+        if mask is None:
+            mask = torch.zeros(tokens, dtype=torch.bool, device=x.device)
+            mask[torch.arange(count, device=x.device) * tokens // max(count, 1)] = True
+            mask = mask.expand(*x.shape[:-3], x.shape[-3] if self.per_head else 1, tokens)
+        mask = mask.unsqueeze(-1)
+        return {"mask": pack(mask.to(torch.uint8), 1)[0]} | self._encode_mask(x, mask, count, dtype)
 
     def decode(self, parts: Parts, shape: Size, dtype: torch.dtype) -> Float[Tensor, "*lead heads tokens dim"]:
         mask = unpack([parts["mask"]], 1, shape[-2])

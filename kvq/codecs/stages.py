@@ -246,8 +246,8 @@ class ChannelScale(Stage):
     version: ClassVar[int] = 1
 
     def forward(self, x: Tensor) -> tuple[Tensor, Side]:
-        free = max(x.shape[-2] - 1, 1)
-        deviation = ((x - x.mean(-2, keepdim=True)).square().sum(-2, keepdim=True) / free).sqrt()
+        away, free = x - x.mean(-2, keepdim=True), max(x.shape[-2] - 1, 1)
+        deviation = (away.square().sum(-2, keepdim=True) / free).sqrt()
         return x / deviation.masked_fill(deviation == 0, 1), {"scale": deviation}
 
     def inverse(self, y: Tensor, side: Side) -> Tensor:

@@ -166,11 +166,6 @@ def loops_for(device: str) -> Loops | None:
     return next((loops for loops in found if loops is not None), None)
 
 
-def books_name(memory: int, width: int) -> str:
-    """Name of a table in the file."""
-    return f"{memory}.{width}"
-
-
 @functools.cache
 def _file() -> dict[str, Tensor]:
     return load_file(FILE)
@@ -180,7 +175,7 @@ def _file() -> dict[str, Tensor]:
 def books(memory: int, dtype: torch.dtype, device: torch.device) -> Float[Tensor, "widths states"]:
     """Values of the 2^`memory` states for components of 1, 2, ... bits; widths above `memory` have none."""
     count = min(memory, WIDEST)
-    return torch.stack([_file()[books_name(memory, width)] for width in range(1, count + 1)]).to(device, dtype)
+    return torch.stack([_file()[f"{memory}.{width}"] for width in range(1, count + 1)]).to(device, dtype)
 
 
 def mean_squared_errors(memory: int) -> tuple[float, ...]:
@@ -216,8 +211,9 @@ def _search(
     back: list[Tensor] = []
     for column, width, weight in zip(x.T.contiguous(), widths, weights, strict=True):
         if width:
-            least, number = _first_least(cost.view(2**width, -1, len(x)))
-            back.append(number)
+            ways = cost.view(2**width, -1, len(x))
+            least, number = ways.amin(0), ways.argmin(0)  # the first way of those that cost least
+            back.append(number.to(torch.uint8))
             error = column - books[width - 1, :, None]
             cost = ((error * error * weight).view(-1, 2**width, len(x)) + least[:, None]).view(cost.shape)
     codes = torch.zeros(x.shape, dtype=torch.uint8, device=x.device)
@@ -228,18 +224,6 @@ def _search(
             prefix = state >> width
             state = prefix | (back.pop().gather(0, prefix[None])[0].long() << (states.bit_length() - 1 - width))
     return codes
-
-
-def _first_least(
-    costs: Float[Tensor, "ways prefixes rows"],
-) -> tuple[Float[Tensor, "prefixes rows"], UInt8[Tensor, "prefixes rows"]]:
-    """The least of the ways and the number of the first that has it, found by pairs, as `argmin` is slow."""
-    number = torch.arange(len(costs), dtype=torch.uint8, device=costs.device)[:, None, None].expand_as(costs)
-    while len(costs) > 1:
-        less = (costs[1::2] < costs[::2]).view(torch.uint8)  # `where` is slower
-        number = number[::2] + less * (number[1::2] - number[::2])
-        costs = torch.minimum(costs[1::2], costs[::2])
-    return costs[0], number[0]
 
 
 def decode(

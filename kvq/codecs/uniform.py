@@ -79,18 +79,6 @@ def scale_from_edge(scale: Tensor, low: Tensor, high: Tensor) -> tuple[Tensor, T
     return torch.where(exact, edge / steps.masked_fill(~exact, 1), scale), edge.masked_fill(~exact, 0)
 
 
-def with_code(scale: Tensor, code: Tensor, bits: int) -> Tensor:
-    """Scales in fp32 whose last `bits` mantissa bits hold a code."""
-    stored = torch.empty_like(scale, dtype=torch.float32).copy_(scale).view(torch.int32)
-    return (stored & -(1 << bits) | code.to(torch.int32)).view(torch.float32)
-
-
-def without_code(scale: Tensor, bits: int) -> tuple[Tensor, Tensor]:
-    """The scales, with zeros in place of the codes, and the codes."""
-    stored = scale.view(torch.int32)
-    return (stored & -(1 << bits)).view(torch.float32), stored & ((1 << bits) - 1)
-
-
 ZeroPoint = Literal["float", "integer", "ratio", "code", "edge"]
 """What is kept besides the scale of an asymmetric grid.
 
@@ -122,10 +110,6 @@ class UniformQuantizer(CodeQuantizer):
 
     Codes are chosen in fp32 (fp64 for fp64 input) with unrounded statistics; decoding uses the stored values. A
     constant group of a `ratio` grid, where engines divide by zero, keeps its value.
-
-    Raises:
-        ConfigError: an unknown name, group size or clip out of range, settings that do not belong together.
-        Unsupported: bits the grid cannot have.
     """
 
     version: ClassVar[int] = 1
@@ -160,36 +144,24 @@ class UniformQuantizer(CodeQuantizer):
         self.levels: Levels = checked_choice(Levels, levels, "levels")
         self.rounding: Rounding = checked_choice(Rounding, rounding, "rounding")
         self.scale_dtype: ScaleDtype = checked_choice(ScaleDtype, scale_dtype, "scale_dtype")
-        self.fixed_scale, self.min_scale = fixed_scale, min_scale
-        self.reciprocal = reciprocal
-        self._check_together()
-
-    def _check_together(self) -> None:
-        if not self.symmetric and (self.levels != "odd" or self.fixed_scale is not None):
-            given = "fixed_scale" if self.fixed_scale is not None else f"levels={self.levels}"
-            raise ConfigError(f"{given}: of a symmetric grid; symmetric=true")
-        if self.fixed_scale is not None and not self.fixed_scale > 0:
-            raise ConfigError(f"fixed_scale={self.fixed_scale}: above 0, or null for a scale of each group")
-        at_least("min_scale", self.min_scale, 0)
-        if self.zero_point == "code" and (self.scale_dtype != "float32" or self.bits > 8):
-            raise ConfigError(
-                "zero_point=code: with scale_dtype=float32 and at most 8 bits, which the scale has room for"
-            )
+        self.fixed_scale, self.min_scale, self.reciprocal = fixed_scale, min_scale, reciprocal
+        at_least("min_scale", min_scale, 0)
+        require(symmetric or levels == "odd", "levels", levels, "of a symmetric grid; symmetric=true")
+        said = "of a symmetric grid, above 0; null for a scale of each group"
+        require(fixed_scale is None or (symmetric and fixed_scale > 0), "fixed_scale", fixed_scale, said)
+        fits = zero_point != "code" or (scale_dtype == "float32" and bits <= 8)
+        require(fits, "zero_point", zero_point, "with scale_dtype=float32 and at most 8 bits, for which it has room")
 
     @property
     def is_affine(self) -> bool:
         """Codes decode to `lo + scale * code` with an fp16 scale for each group, which kernels fold into products."""
-        if self.scale_dtype != "float16":
-            return False
-        if self.symmetric:
-            return self.levels == "odd" and self.fixed_scale is None
-        return self.zero_point in ("float", "integer")
+        odd = self.levels == "odd" and self.fixed_scale is None
+        return self.scale_dtype == "float16" and (odd if self.symmetric else self.zero_point in ("float", "integer"))
 
     @property
     def is_plain(self) -> bool:
         """Affine, with codes chosen as papers do: the nearest even one, by division by the unrounded scale."""
-        exact = not (self.reciprocal or self.min_scale)
-        return self.is_affine and exact and self.rounding == "even"
+        return self.is_affine and not self.reciprocal and not self.min_scale and self.rounding == "even"
 
     @property
     def token_group(self) -> int | None:  # type: ignore[override]
@@ -197,9 +169,8 @@ class UniformQuantizer(CodeQuantizer):
         return self.group_size if self.axis == "per_channel" else 1
 
     def with_more_bits(self, extra: int, most: int) -> Quantizer:
-        if type(self) is not UniformQuantizer:
-            return super().with_more_bits(extra, most)
-        return more_bits(self, extra, most)
+        own = type(self) is UniformQuantizer
+        return more_bits(self, extra, most) if own else super().with_more_bits(extra, most)
 
     @property
     def _dim(self) -> int:
@@ -286,7 +257,8 @@ class UniformQuantizer(CodeQuantizer):
             used = scale.masked_fill(scale == 0, 1)
             zero = round_steps(low.neg().div_(used), self.rounding).clamp_(0, top)
             codes = round_steps(self._steps(groups, used).add_(zero), self.rounding).clamp_(0, top)
-            return {"scale": with_code(used.squeeze(self._dim), zero.squeeze(self._dim), self.bits)}, codes
+            used, zero = used.squeeze(self._dim).float().contiguous().view(torch.int32), zero.squeeze(self._dim).int()
+            return {"scale": (used & -(1 << self.bits) | zero).view(torch.float32)}, codes
         else:
             scale = scale_for_integer_zero(scale, low)
             zero = low.neg().div_(scale).round_()
@@ -300,7 +272,8 @@ class UniformQuantizer(CodeQuantizer):
         if self.fixed_scale is not None:
             return self._ungroup(groups.sub(self._middle).mul_(self.fixed_scale), shape[self._dim])
         if self.zero_point == "code" and not self.symmetric:
-            scale, zero = without_code(parts["scale"], self.bits)
+            stored = parts["scale"].view(torch.int32)
+            scale, zero = (stored & -(1 << self.bits)).view(torch.float32), stored & ((1 << self.bits) - 1)
             out = groups.sub(self._per_element(zero.to(dtype))).mul_(self._per_element(scale.to(dtype)))
             return self._ungroup(out, shape[self._dim])
         scale = self._per_element(parts["scale"].to(dtype))

@@ -10,11 +10,10 @@ from typing import ClassVar
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
-from kvq.codecs.calibrated_levels import INDICES
 from kvq.codecs.codec import Codec, States
-from kvq.codecs.packed import BlockRun, Packed, merge_runs, pack_parts, plane_widths, unpack_parts
+from kvq.codecs.fitted import INDICES
+from kvq.codecs.packed import Packed, merge_runs, pack_parts, plane_widths, unpack_parts
 from kvq.codecs.quantizers import Quantizer
 from kvq.codecs.stages import Rope, Stage
 from kvq.errors import Unsupported
@@ -128,10 +127,9 @@ class HuffmanCodec(CodedBlocks):
     is decoded is the same, bit for bit; all other parts are stored as they are.
 
     Stores, in place of the planes of each kind of index `<name>`: `<name>.stream` (uint8 `[batch, 1, bytes, 1]`), the
-    code words of all blocks, each block from a byte of its own; `<name>.lengths` (uint8 `[batch, 1, blocks, 2^bits]`),
-    the lengths in bits of the code words, from which the canonical code follows; `<name>.size` (int32
-    `[batch, 1, blocks, 2]`), the bits and the bytes of a block's stream. All of it counts. The last of the blocks that
-    are encoded together also has the zero bytes that make the streams of a batch equally long.
+    code words of all blocks, each from a byte of its own, the last with the zero bytes that make the streams of a batch
+    equally long; `<name>.lengths` (uint8 `[batch, 1, blocks, 2^bits]`), the lengths in bits of the code words of the
+    canonical code; `<name>.size` (int32 `[batch, 1, blocks, 2]`), the bits and the bytes of a block's stream.
 
     Source: KVQuant++, section 2.2.5; Huffman 1952. Codes are bitarray's; they are computed on the CPU.
     """
@@ -159,9 +157,18 @@ class HuffmanCodec(CodedBlocks):
         parts = {name: part for name, part in packed.parts.items() if name not in planes}
         runs = [replace(run, rows={n: rows for n, rows in run.rows.items() if n in parts}) for run in packed.runs]
         for name, bits in self.quantizer.indices.items():
-            found = [self._encode_run(run, own, name, bits) for run, own in packed.by_run()]
-            by_sequence = [[block for run in found for block in run[index]] for index in range(packed.batch)]
-            parts |= _block_parts(name, by_sequence, packed.parts[f"{name}.0"].device)
+            blocks: list[list[_Block]] = [[] for _ in range(packed.batch)]
+            for run, own in packed.by_run():
+                stored = run.blocks({plane: own[plane] for plane in _planes(name, bits)})
+                codes = unpack_parts(stored, bits, run.tokens, name).flatten(2).cpu().numpy()
+                for sequence, symbols in zip(blocks, codes, strict=True):
+                    sequence += [_encode_block(some, bits) for some in symbols]
+            stream, taken = streams([[block.stream for block in own] for own in blocks])
+            lengths = np.stack([[block.lengths for block in own] for own in blocks])
+            sizes = np.stack([np.array([[block.bits for block in own] for own in blocks], np.int32), taken], -1)
+            for kind, held in ((STREAM, stream[..., None]), (_LENGTHS, lengths), (SIZE, sizes)):
+                device = packed.parts[f"{name}.0"].device
+                parts[f"{name}.{kind}"] = torch.from_numpy(held)[:, None].to(device)
             for run in runs:
                 run.rows.update({f"{name}.{_LENGTHS}": 1, f"{name}.{SIZE}": 1})
         return replace(packed, parts=parts, runs=tuple(runs))
@@ -192,14 +199,6 @@ class HuffmanCodec(CodedBlocks):
                     counts = np.bincount(_decode_block(block), minlength=2**bits)
                     total += Rate(int(counts.sum()), entropy(counts) * int(counts.sum()), block.bits)
         return total
-
-    @staticmethod
-    def _encode_run(run: BlockRun, parts: dict[str, Tensor], name: str, bits: int) -> list[list[_Block]]:
-        """The blocks of a run, by sequence."""
-        planes = {plane: parts[plane] for plane in _planes(name, bits)}
-        codes = unpack_parts(run.blocks(planes), bits, run.tokens, name)
-        flat = codes.flatten(2).cpu().numpy()
-        return [[_encode_block(symbols, bits) for symbols in sequence] for sequence in flat]
 
 
 def _planes(name: str, bits: int) -> list[str]:
@@ -255,18 +254,6 @@ def _decode_block(block: _Block) -> Symbols:
 def _canonical(lengths: Symbols) -> list[int]:
     """The indices that occur, in the order of their code words: by length, then ascending."""
     return [int(index) for index in np.argsort(lengths, kind="stable") if lengths[index]]
-
-
-def _block_parts(name: str, sequences: list[list[_Block]], device: torch.device) -> dict[str, Tensor]:
-    """The stored parts of the blocks of each sequence."""
-    stream, taken = streams([[block.stream for block in blocks] for blocks in sequences])
-    lengths = np.stack([[block.lengths for block in blocks] for blocks in sequences])
-    bits = np.array([[block.bits for block in blocks] for blocks in sequences], np.int32)
-    return {
-        f"{name}.{STREAM}": torch.from_numpy(stream)[:, None, :, None].to(device),
-        f"{name}.{_LENGTHS}": torch.from_numpy(lengths)[:, None].to(device),
-        f"{name}.{SIZE}": torch.from_numpy(np.stack([bits, taken], -1))[:, None].to(device),
-    }
 
 
 def _split(packed: Packed, name: str, sequence: int) -> Iterator[_Block]:

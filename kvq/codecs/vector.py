@@ -5,7 +5,6 @@ from __future__ import annotations
 import abc
 import hashlib
 import itertools
-from collections.abc import Iterator
 from functools import lru_cache
 from pathlib import Path
 from typing import ClassVar
@@ -15,7 +14,7 @@ from jaxtyping import Float, Int, UInt8
 from safetensors import safe_open
 from torch import Size, Tensor, dtype
 
-from kvq.codecs.levels import look_up
+from kvq.codecs.levels import look_up, tiles
 from kvq.codecs.quantizers import Gain, Parts, Quantizer, checked_choice
 from kvq.errors import DataError, Unsupported, check_choice
 
@@ -64,7 +63,7 @@ class PlainCodebook(Codebook):
         """`argmin |v - c|²` as `argmax v·c - |c|²/2`, without all scores at once."""
         out = torch.empty(vectors.shape[:2], dtype=torch.uint8, device=vectors.device)
         vectors = torch.nn.functional.pad(vectors, (0, 1), value=1)
-        for tile in _tiles(vectors):
+        for tile in tiles(vectors.shape[0], vectors.shape[1], _TILE, vectors.device):
             piece = vectors[tile]
             scores = torch.bmm(piece, self._scoring.expand(piece.shape[0], -1, -1))
             out[tile] = scores.max(-1).indices
@@ -111,7 +110,6 @@ class E8PCodebook(Codebook):
     def __init__(self, patterns: Float[Tensor, "256 8"], scale: float = E8P_SCALE) -> None:
         self.patterns, self.scale = patterns, scale
         self._odd = patterns.sum(-1).long() % 2 == 1
-        self._evens = int((~self._odd).sum())
         self._bias = patterns.square().sum(-1) / -2
         self._signs = 1 - 2 * _bits(patterns.device).to(patterns.dtype)
         self._weights = 2 ** torch.arange(DIM - 1, dtype=torch.long, device=patterns.device)
@@ -119,7 +117,7 @@ class E8PCodebook(Codebook):
     def search(self, vectors: Float[Tensor, "groups rows 8"]) -> Codes:
         """Exact search: for each shift the best pattern, with the cost of the one sign that parity may force."""
         codes = [torch.empty(vectors.shape[:2], dtype=torch.uint8, device=vectors.device) for _ in range(2)]
-        for tile in _tiles(vectors):
+        for tile in tiles(vectors.shape[0], vectors.shape[1], _TILE // DIM, vectors.device):
             x = vectors[tile] * self.scale
             plus, minus = (self._nearest(x - shift) for shift in (0.25, -0.25))
             nearer = minus[0] < plus[0]
@@ -132,30 +130,13 @@ class E8PCodebook(Codebook):
         products = torch.bmm(vectors.abs(), self.patterns.T.expand(vectors.shape[0], -1, -1))
         scores, y = products.flatten(0, 1) + self._bias, vectors.flatten(0, 1)
         size, negative = y.abs(), y < 0
-        parity = negative.sum(-1) % 2 == 1
-        even, odd = (half.max(-1) for half in scores.split([self._evens, len(self.patterns) - self._evens], 1))
-        score = torch.where(parity, odd.values, even.values)
-        pattern = torch.where(parity, odd.indices + self._evens, even.indices)
-        # A pattern of the other parity must turn the sign that costs least, at least half of y's smallest entry: for
-        # most rows none is still in the race.
-        bound = torch.where(parity, even.values, odd.values) - size.amin(-1)
-        self._turn_one_sign(size, parity, scores, (bound > score).nonzero().flatten(), score, pattern)
+        other = self._odd != (negative.sum(-1, keepdim=True) % 2 == 1)
+        # A pattern of the other parity must turn the sign that costs least.
+        price = 2 * (size[:, None] * self.patterns).amin(-1)
+        score, pattern = torch.where(other, scores - price, scores).max(-1)
         flip = torch.nn.functional.one_hot((size * self.patterns[pattern]).argmin(-1), DIM).bool()
-        flip &= (self._odd[pattern] != parity)[:, None]
+        flip &= other.gather(1, pattern[:, None])
         return y.square().sum(-1) / 2 - score, pattern, ((negative ^ flip)[:, : DIM - 1].long() * self._weights).sum(-1)
-
-    def _turn_one_sign(
-        self, size: Tensor, parity: Tensor, scores: Tensor, rows: Tensor, score: Tensor, pattern: Tensor
-    ) -> None:
-        """Update `score` and `pattern` of `rows` where a pattern of the other parity wins after paying its price."""
-        limit = score[rows] + size[rows].amin(-1)
-        other = self._odd != parity[rows, None]
-        which, column = (other & (scores[rows] > limit[:, None])).nonzero(as_tuple=True)
-        row = rows[which]
-        paid = scores[row, column] - 2 * (size[row] * self.patterns[column]).amin(-1)
-        score.scatter_reduce_(0, row, paid, "amax")
-        wins = paid == score[row]
-        pattern[row[wins]] = column[wins]
 
     def lookup(self, codes: list[Tensor]) -> Tensor:
         pattern, signs = codes[0].long(), codes[1].long()
@@ -172,16 +153,6 @@ class E8PCodebook(Codebook):
         signs = self._signs[torch.arange(256) & 127].clone()
         signs[:, DIM - 1] = signs.prod(-1)
         return entries, _flips(signs), (self._signs[:, DIM - 1 :] / (4 * self.scale)).expand(-1, DIM).contiguous()
-
-
-def _tiles(vectors: Float[Tensor, "groups rows _"]) -> Iterator[tuple[slice, slice]]:
-    """Groups and rows that are scored together: whole groups, or pieces of one."""
-    groups, rows, _ = vectors.shape
-    together, tile = max(1, _TILE // rows), min(rows, _TILE)
-    if vectors.device.type != "cpu":
-        together *= 256  # launches cost more than memory there
-    for first, start in itertools.product(range(0, groups, together), range(0, rows, tile)):
-        yield slice(first, first + together), slice(start, start + tile)
 
 
 def e8p_patterns() -> Float[Tensor, "256 8"]:

@@ -9,7 +9,7 @@ from typing import Any
 
 from kvq.config.choices import SIDES
 from kvq.config.composing import full_precision
-from kvq.config.method import MODE, MethodConfig, earlier_names, with_names
+from kvq.config.method import MethodConfig, earlier_names, with_names
 from kvq.config.residual import Policy, PrefillBlock, ResidualSide
 from kvq.config.run import Attention, Config, Mla, trained_with_bos
 from kvq.config.tasks import Windows, is_timed
@@ -50,7 +50,9 @@ def canonical(
         },
         "method": canonical_method(method) | _without_empty(calibration=calibration),
         "residual": {
-            side: _bare_side(getattr(residual, side)) if getattr(method, side) or method.backend else None
+            side: _bare_side(getattr(residual, side))
+            if getattr(method, side) or method.policies.get("backend")
+            else None
             for side in SIDES
         },
         "task": _task(config, trained_with),
@@ -80,13 +82,11 @@ def canonical_method(method: MethodConfig) -> dict[str, Any]:
         | _without_empty(
             full_precision_layers={side: sorted(set(layers[side])) for side in layers if layers[side] and codecs[side]},
             bits_by_layer={side: given for side, given in bits.items() if any(own != given[0] for own in given)},
-            backend=None if method.backend is None else {**vars(method.backend), "mode": MODE},
             first_layers={"count": first.count, **own} if first.count and any(own.values()) else None,
             sink_tokens=method.sink_tokens if quantized else 0,
             kept_keys={"texts": sorted(set(texts)), "layers": sorted(set(kept.layers))} if texts else None,
             gqa_compensation=method.gqa_compensation,
             merge_rotation=method.merge_rotation,
-            merge_key_rotation=method.merge_key_rotation,
             eviction=method.eviction,
             token_policy=method.token_policy,
         )

@@ -1,4 +1,4 @@
-"""The schema of a method: codecs or another library's cache, calibration, and what differs by layer and token."""
+"""The schema of a method: codecs, calibration, and what differs by layer and token."""
 
 from __future__ import annotations
 
@@ -8,19 +8,12 @@ from dataclasses import dataclass, field, fields
 from typing import Annotated, Any, ClassVar
 
 from omegaconf import MISSING
-from pydantic import TypeAdapter, ValidationError
 
 from kvq.config import plugins
 from kvq.config.bits import BitsByLayerConfig
 from kvq.config.limits import Count, Natural, PathName, Seed, Several, Text, check_limits
 from kvq.config.residual import ResidualConfig
-from kvq.errors import ConfigError, at_least, check_choice, require
-
-BITS = {"quanto": (2, 4), "hqq": (1, 2, 3, 4, 8)}
-"""Widths that each backend packs."""
-MODE = "decode"
-"""A flush quantizes the decoded past again, so codes depend on the number of flushes."""
-
+from kvq.errors import ConfigError, require
 
 RENAMED = {
     "halves": "rounding",
@@ -67,33 +60,6 @@ def with_current_names(overrides: Sequence[str]) -> list[str]:
             before, _, earlier = match["path"].rpartition(".")
             words[index] = f"{before}.{RENAMED[earlier]}{word[match.end() :]}"
     return words
-
-
-@dataclass(frozen=True)
-class BackendConfig:
-    """A backend by name, its bits per code, and how many elements share a scale and a zero point."""
-
-    __pydantic_config__: ClassVar[Any] = {"extra": "forbid"}
-    version: ClassVar[int] = 1
-    name: str
-    bits: int
-    group_size: int = 64
-
-    def __post_init__(self) -> None:
-        check_choice("method.backend.name", self.name, BITS)
-        at_least("method.backend.group_size", self.group_size, 2)
-
-
-def backend_of(given: Any) -> BackendConfig | None:
-    """`method.backend` as a mapping, checked; None: the method has codecs."""
-    if given is None or isinstance(given, BackendConfig):
-        return given
-    try:
-        return TypeAdapter(BackendConfig).validate_python(given)
-    except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        place = ".".join(map(str, first["loc"]))
-        raise ConfigError(f"method.backend.{place}={first['input']}: {first['msg']}") from error
 
 
 TEST_TEXT = 0.05
@@ -179,13 +145,11 @@ class MethodConfig:
     `bits` it can do; None = a fixed rate, whatever `bits` says. `real_bits`: fractions too, down to 0.5.
     `bits_by_layer`: bits of each layer, in the place of `bits`. `eviction`: which tokens a layer keeps (None = all).
     `token_policy`: which ones have bits of their own. `full_precision_layers`: layers whose keys or values are not
-    quantized, by side; negative ones count from the end. `backend`: another library's cache in the place of codecs,
-    which are then null (a `BackendConfig` once checked). `gqa_compensation`: ceil(log4 g) bits more for g query heads
+    quantized, by side; negative ones count from the end. `gqa_compensation`: ceil(log4 g) bits more for g query heads
     of a KV head, up to 8. `merge_rotation`: the model's weights rotate values, in the place of the first stage of their
-    codec; `merge_key_rotation`: keys and queries too, without rotary embeddings. `sink_tokens`: first tokens that stay
-    in full precision; `kept_keys`: and keys of these, in some layers.
-    `policies`: further ones by name, such as a plugin's. `latent_only`: a format of the latent of multi-head
-    latent attention, refused where another is cached.
+    codec. `sink_tokens`: first tokens that stay in full precision; `kept_keys`: and keys of these, in some layers.
+    `policies`: further ones by name, such as a plugin's; `backend`: another library's cache in the place of codecs.
+    `latent_only`: a format of the latent of multi-head latent attention, refused where another is cached.
     """
 
     name: Text = MISSING
@@ -201,13 +165,11 @@ class MethodConfig:
     value: CodecSettings = None
     residual: ResidualConfig = field(default_factory=ResidualConfig)
     full_precision_layers: dict[str, list[int]] = field(default_factory=lambda: {"key": [], "value": []})
-    backend: Any = None
     first_layers: FirstLayersConfig = field(default_factory=FirstLayersConfig)
     calibration: CalibrationConfig = field(default_factory=CalibrationConfig)
     sink_tokens: Natural = 0
     gqa_compensation: bool = False
     merge_rotation: bool = False
-    merge_key_rotation: bool = False
     kept_keys: KeptKeysConfig = field(default_factory=KeptKeysConfig)
     eviction: Any = None
     token_policy: Any = None
@@ -228,11 +190,9 @@ class MethodConfig:
         limits = self.bits_range
         if limits is not None and not (len(limits) == 2 and 1 <= limits[0] <= limits[1]):
             raise ConfigError(f"method.bits_range={limits}: [lowest, highest], or null for a fixed rate")
-        self.backend = backend_of(self.backend)
-        if self.backend is not None and (self.key is not None or self.value is not None or limits is None):
-            raise ConfigError("method.backend: stands in the place of key and value, and needs bits_range")
 
     @property
     def is_full_precision(self) -> bool:
-        """Whether neither codecs, a backend nor an eviction policy changes the cache."""
-        return self.key is None and self.value is None and self.backend is None and self.eviction is None
+        """Whether neither codecs, another library's cache nor an eviction policy changes the cache."""
+        codecs = self.key is not None or self.value is not None
+        return not codecs and self.eviction is None and self.policies.get("backend") is None

@@ -76,11 +76,7 @@ def attend(
     first: int = 0,
     softcap: float | None = None,
 ) -> Float[Tensor, "batch heads 1 _dim"]:
-    """`kvq.kernels.eager.attend` by the kernel that `choose_kernel` names; sinks count among the tokens before `first`.
-
-    Raises:
-        Unsupported: as `eager.attend`; first tokens in full precision before packed prefixes of different lengths.
-    """
+    """`eager.attend` by the kernel that `choose_kernel` names; sinks count among the tokens before `first`."""
     if keys.sinks or values.sinks:
         if (keys.sinks, keys.packed_tokens) != (values.sinks, values.packed_tokens):
             raise Unsupported("cache.attention=packed: first tokens in full precision need keys and values in step")

@@ -17,7 +17,7 @@ from torch import Tensor
 from kvq.codecs import UniformQuantizer
 from kvq.codecs.packed import unpack_parts
 from kvq.kernels import pieces
-from kvq.kernels.linear_chain import LinearChain, PackedStates, Shift, build_linear_chain, is_affine, score_rotated
+from kvq.kernels.linear_chain import LinearChain, PackedStates, build_linear_chain, is_affine, score_rotated
 from kvq.kernels.pieces import TILE, Piece
 
 Queries = Float[Tensor, "batch kv_heads group dim"]
@@ -78,9 +78,6 @@ def attend(
         step: opened around each step, to time it.
 
     Computes in fp32 (fp64 for fp64 queries) and returns the query's dtype.
-
-    Raises:
-        Unsupported: a codec that attention on packed codes does not support; see `build_linear_chain`.
     """
     kind = torch.float64 if query.dtype is torch.float64 else torch.float32
     batch, heads = query.shape[0], keys.shape[1]
@@ -148,21 +145,17 @@ class _KeyReader(_PieceReader):
     def scores(self, start: int, stop: int) -> Float[Tensor, "batch kv_heads group tokens"]:
         """Scores of the tokens `start` to `stop`."""
         out = self.query.new_empty(*self.query.shape[:3], stop - start)
-        if self.joint:
-            self._fill_joint_scores(start, stop, out)
+        if self.joint and self.chain is not None:
+            with self.step("scores"):
+                for where, components in pieces.decode_components(self.states, start, stop, self.query.dtype):
+                    keys = pieces.restore_joint_keys(self.states, self.chain, components, start + where.start)
+                    out[..., where] = self.query @ keys.mT
         for piece, some, where in self.pieces_in(start, stop):
             out[..., where] = self._score_piece(piece)[..., some]
         if (rest := self.full_in(start, stop)) is not None:
             with self.step("residual"):
                 out[..., rest[1]] = self.query @ rest[0].to(self.query.dtype).mT
         return out
-
-    def _fill_joint_scores(self, start: int, stop: int, out: Tensor) -> None:
-        """Write the scores of the packed tokens `start` to `stop` of a joint transform into `out`."""
-        assert self.chain is not None
-        with self.step("scores"):
-            for where, keys in pieces.decode_joint_keys(self.states, self.chain, start, stop, self.query.dtype):
-                out[..., where] = self.query @ keys.mT
 
     def _score_piece(self, piece: Piece) -> Float[Tensor, "batch kv_heads group tokens"]:
         """Scores of a piece's tokens; those of the last piece are kept."""
@@ -176,20 +169,14 @@ class _KeyReader(_PieceReader):
             scores = _multiply_norms(chain, piece, scores, None)
         for shift in chain.shifts:
             with self.step("shifts"):
-                scores = scores + self._score_shift(shift, piece)
+                offset = pieces.decode_shift(shift, piece.blocks, self.query.shape[-1], self.query.dtype)
+                seen = chain.rotate(self.query, shift.rotations)[:, None]
+                rope = piece.rope if shift.after_rope else None
+                more = seen @ offset.mT if rope is None else score_rotated(seen, offset, rope)
+                scores = scores + _multiply_norms(chain, piece, more, shift.norms)
         out = scores.permute(0, 2, 3, 1, 4).flatten(-2)
         self._known = (piece, out)
         return out
-
-    def _score_shift(self, shift: Shift, piece: Piece) -> Tensor:
-        """What a shift adds to the scores of a piece, `[batch, blocks, heads, group, tokens]`."""
-        assert self.chain is not None
-        chain, kind = self.chain, self.query.dtype
-        offset = pieces.decode_shift(shift, piece.blocks, self.query.shape[-1], kind)
-        seen = chain.rotate(self.query, shift.rotations)[:, None]
-        rope = piece.rope if shift.after_rope else None
-        more = seen @ offset.mT if rope is None else score_rotated(seen, offset, rope)
-        return _multiply_norms(chain, piece, more, shift.norms)
 
 
 class _ValueReader(_PieceReader):
@@ -205,7 +192,8 @@ class _ValueReader(_PieceReader):
             with self.step("values"):
                 for where, components in pieces.decode_components(self.states, start, stop, self.kind):
                     part = weights[..., where]
-                    softmax.add("codes", pieces.mix_components(part, components))
+                    mixed = part.flatten(1, 2) @ components.transpose(-3, -2).flatten(-2)
+                    softmax.add("codes", mixed.unflatten(1, part.shape[1:3]))  # those of all heads, for each query
                     softmax.add("codes_total", part.sum(-1, keepdim=True))
         for piece, some, where in self.pieces_in(start, stop):
             spread = weights.new_zeros(*weights.shape[:3], piece.count * piece.tokens)
@@ -236,8 +224,8 @@ class _ValueReader(_PieceReader):
             return sums["full"]
         if self.joint:
             out = pieces.restore_joint_values(self.states, self.chain, sums["codes"], sums["codes_total"])
-            return out + sums["full"] if "full" in sums else out
-        out = self.chain.rotate_back(sums["codes"], [sums[shift.name] for shift in self.chain.shifts])
+        else:
+            out = self.chain.rotate_back(sums["codes"], [sums[shift.name] for shift in self.chain.shifts])
         return out + sums["full"] if "full" in sums else out
 
 
@@ -258,11 +246,6 @@ def _decode_piece(chain: LinearChain, piece: Piece, dim: int, kind: torch.dtype)
     return chain.codec.quantizer.decode(blocks, torch.Size((*lead, piece.tokens, dim)), kind)
 
 
-def _unpack_codes(quantizer: UniformQuantizer, piece: Piece, kind: torch.dtype) -> Tensor:
-    """The codes of a piece as numbers, `[batch, blocks, heads, tokens, dim]`."""
-    return unpack_parts(piece.blocks, quantizer.bits, piece.tokens).to(kind)
-
-
 def affine_grid(quantizer: UniformQuantizer, blocks: dict[str, Tensor], kind: torch.dtype) -> tuple[Tensor, Tensor]:
     """Step and lowest value of every group: a code decodes to `low + step · code`."""
     scale = blocks["scale"].to(kind)
@@ -277,7 +260,8 @@ def _score_codes(chain: LinearChain, piece: Piece, query: Float[Tensor, "batch 1
     quantizer, kind, dim = chain.codec.quantizer, query.dtype, query.shape[-1]
     if not is_affine(quantizer):
         return query @ _decode_piece(chain, piece, dim, kind).mT
-    codes, (scale, low) = _unpack_codes(quantizer, piece, kind), affine_grid(quantizer, piece.blocks, kind)
+    codes = unpack_parts(piece.blocks, quantizer.bits, piece.tokens).to(kind)
+    scale, low = affine_grid(quantizer, piece.blocks, kind)
     if quantizer.axis == "per_channel":
         grouped = _split_groups(codes, -2, scale.shape[-2], quantizer, piece.length)
         folded = query.unsqueeze(-3) * scale.unsqueeze(-2)  # [batch, blocks, heads, groups, group, dim]
@@ -294,7 +278,8 @@ def _mix_codes(chain: LinearChain, piece: Piece, weights: Tensor, dim: int) -> F
     quantizer, kind = chain.codec.quantizer, weights.dtype
     if not is_affine(quantizer):
         return (weights @ _decode_piece(chain, piece, dim, kind)).sum(1)
-    codes, (scale, low) = _unpack_codes(quantizer, piece, kind), affine_grid(quantizer, piece.blocks, kind)
+    codes = unpack_parts(piece.blocks, quantizer.bits, piece.tokens).to(kind)
+    scale, low = affine_grid(quantizer, piece.blocks, kind)
     if quantizer.axis == "per_channel":
         grouped = _split_groups(codes, -2, scale.shape[-2], quantizer, piece.length)
         parts = _split_groups(weights, -1, scale.shape[-2], quantizer, piece.length).transpose(-3, -2)

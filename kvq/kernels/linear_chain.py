@@ -41,7 +41,7 @@ from kvq.codecs import (
     VectorQuantizer,
 )
 from kvq.codecs.packed import BlockRun
-from kvq.codecs.quantizers import Quantizer
+from kvq.codecs.quantizers import Quantizer, without_prefix
 from kvq.codecs.stages import ApplyRope, ChannelShift, Stage, UndoRope, decode_side
 from kvq.errors import Unsupported
 
@@ -168,10 +168,8 @@ class LinearChain:
         """The factor of each token of whole blocks: the product of its norms `names` (None: all, and the gain)."""
         out = None
         for name in self.norms if names is None else names:
-            stage, prefix = self.norms[name], f"{name}."
-            side = {key.removeprefix(prefix): part for key, part in blocks.items() if key.startswith(prefix)}
-            side = {key: part.to(dtype) if part.is_floating_point() else part for key, part in side.items()}
-            norm = decode_side("scale", side, stage.double_quant, tokens, 1, dtype)[..., 0]
+            norm = decode_side("scale", side_of(blocks, name, dtype), self.norms[name].double_quant, tokens, 1, dtype)
+            norm = norm[..., 0]
             out = norm if out is None else out * norm
         if names is None and "gain" in blocks:
             gain = blocks["gain"].to(dtype)[..., 0]
@@ -179,13 +177,15 @@ class LinearChain:
         return out
 
 
+def side_of(blocks: dict[str, Tensor], stage: str, dtype: torch.dtype) -> dict[str, Tensor]:
+    """The stored side information of a stage, numbers in `dtype`."""
+    side = without_prefix(blocks, f"{stage}.")
+    return {name: part.to(dtype) if part.is_floating_point() else part for name, part in side.items()}
+
+
 @functools.lru_cache(maxsize=1024)
 def build_linear_chain(codec: Codec) -> LinearChain:
-    """The stages of a codec by what attention on packed codes does with them.
-
-    Raises:
-        Unsupported: a stage or quantizer that attention on packed codes does not support.
-    """
+    """The stages of a codec by what attention on packed codes does with them."""
     if isinstance(codec, StoredWithKeys):
         raise Unsupported("cache.attention=packed: values that are stored with keys are read with them")
     if codec.stores_lists:

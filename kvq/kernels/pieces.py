@@ -21,7 +21,7 @@ from torch import Tensor
 from kvq.codecs import Rope, UniformQuantizer
 from kvq.codecs.packed import BlockRun, plane_widths
 from kvq.codecs.stages import decode_side
-from kvq.kernels.linear_chain import LinearChain, PackedStates, Shift, score_rotated
+from kvq.kernels.linear_chain import LinearChain, PackedStates, Shift, score_rotated, side_of
 
 TILE = 2048
 """Tokens per piece."""
@@ -85,7 +85,10 @@ def _cut_run(
             turned = None if rope is None else rope.narrow(at, length * number).blocks(length, number)
             yield Piece(at, blocks, length, slice(0, length), turned)
         return
-    step = _part_tokens(chain)
+    quantizer = chain.codec.quantizer  # a piece of a longer block has whole groups and whole bytes
+    grouped = isinstance(quantizer, UniformQuantizer) and quantizer.axis == "per_channel" and quantizer.group_size
+    group = math.lcm(8, grouped or 1)
+    step = max(1, TILE // group) * group
     for block in range(count):
         for begin in range(0, length, step):
             inner = slice(begin, min(begin + step, length))
@@ -94,14 +97,6 @@ def _cut_run(
             size = inner.stop - inner.start
             turned = None if rope is None else rope.narrow(at, size).blocks(size, 1)
             yield Piece(at, blocks, length, inner, turned)
-
-
-def _part_tokens(chain: LinearChain) -> int:
-    """Tokens of a piece of a block that is longer than `TILE`: whole groups and whole bytes."""
-    quantizer = chain.codec.quantizer
-    grouped = isinstance(quantizer, UniformQuantizer) and quantizer.axis == "per_channel" and quantizer.group_size
-    group = math.lcm(8, grouped or 1)
-    return max(1, TILE // group) * group
 
 
 def _cut_rows(chain: LinearChain, name: str, part: Tensor, inner: slice, head_dim: int) -> Tensor:
@@ -113,14 +108,9 @@ def _cut_rows(chain: LinearChain, name: str, part: Tensor, inner: slice, head_di
         width = plane_widths(quantizer.bits)[int(name.removeprefix("codes."))]  # type: ignore[attr-defined]
         return part[..., inner.start * width // 8 : -(-inner.stop * width // 8), :]
     if isinstance(quantizer, UniformQuantizer) and quantizer.axis == "per_channel":
-        if quantizer.group_size is None:
-            return part
         size = quantizer.group_size
-        return part[..., inner.start // size : -(-inner.stop // size), :]
+        return part if size is None else part[..., inner.start // size : -(-inner.stop // size), :]
     return part[..., inner, :]
-
-
-_Blocks = tuple[int, BlockRun, dict[str, Tensor]]
 
 
 def shift_scores(
@@ -159,13 +149,10 @@ def decode_shift(
     shift: Shift, blocks: dict[str, Tensor], dim: int, dtype: torch.dtype
 ) -> Float[Tensor, "batch blocks heads 1 dim"]:
     """The vector of a shift for each block, from its stored side information."""
-    prefix = f"{shift.name}."
-    side = {name.removeprefix(prefix): part for name, part in blocks.items() if name.startswith(prefix)}
-    side = {name: part.to(dtype) if part.is_floating_point() else part for name, part in side.items()}
-    return decode_side("offset", side, shift.stage.double_quant, 1, dim, dtype)
+    return decode_side("offset", side_of(blocks, shift.name, dtype), shift.stage.double_quant, 1, dim, dtype)
 
 
-def iter_runs(states: PackedStates) -> Iterator[_Blocks]:
+def iter_runs(states: PackedStates) -> Iterator[tuple[int, BlockRun, dict[str, Tensor]]]:
     """Each run of blocks: its first token, and its parts `[batch, blocks, heads, rows, columns]`."""
     for start, run, parts in states.runs():
         yield start, run, run.blocks(parts)
@@ -190,25 +177,16 @@ def decode_components(
         held += packed.tokens
 
 
-def decode_joint_keys(
-    states: PackedStates, chain: LinearChain, start: int, stop: int, kind: torch.dtype
-) -> Iterator[tuple[slice, Float[Tensor, "batch heads tokens dim"]]]:
-    """The decoded keys of the packed tokens `start` to `stop`, as `decode_components`."""
+def restore_joint_keys(
+    states: PackedStates, chain: LinearChain, components: Float[Tensor, "batch _heads tokens dim"], start: int
+) -> Float[Tensor, "batch heads tokens dim"]:
+    """The keys of the packed tokens from `start` on that have these components."""
     assert chain.joint is not None
-    for where, components in decode_components(states, start, stop, kind):
-        keys = chain.joint.inverse(components, {}, states.heads)
-        if states.rope is not None:
-            rope = states.rope.narrow(start + where.start, where.stop - where.start)
-            keys = replace(rope, cos=rope.cos[:, None], sin=rope.sin[:, None]).rotate(keys)
-        yield where, keys
-
-
-def mix_components(
-    weights: Float[Tensor, "batch heads group tokens"], components: Float[Tensor, "batch _heads tokens dim"]
-) -> Float[Tensor, "batch heads group n"]:
-    """Sums over tokens of the components of all heads, weighted for each query: `n` = heads · dim."""
-    mixed = weights.flatten(1, 2) @ components.transpose(-3, -2).flatten(-2)
-    return mixed.unflatten(1, weights.shape[1:3])
+    keys = chain.joint.inverse(components, {}, states.heads)
+    if states.rope is None:
+        return keys
+    rope = states.rope.narrow(start, keys.shape[2])
+    return replace(rope, cos=rope.cos[:, None], sin=rope.sin[:, None]).rotate(keys)
 
 
 def restore_joint_values(

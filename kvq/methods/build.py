@@ -9,10 +9,8 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar, get_type_hints
+from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
-from hydra.errors import HydraException
-from hydra.utils import instantiate
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from kvq.codecs import Codec, HeadsCodec, check_single_heads
@@ -24,16 +22,14 @@ from kvq.config.residual import ResidualConfig, effective_residual
 from kvq.config.run import Mla
 from kvq.errors import ConfigError, KvqError, Unsupported, did_you_mean
 from kvq.methods.kept_keys import KeptKeys
-from kvq.methods.merged import GqaCompensation, merged_rotation
 from kvq.methods.method import FirstLayers, Method
 from kvq.methods.mixed_precision import MixedPrecision
-from kvq.methods.policies import Policy
-from kvq.methods.transformers_caches import check_backend
+from kvq.methods.policies import MOST, GqaCompensation, Policy, merged_rotation
 
 _KINDS: dict[str, type[Policy]] = {"eviction": Policy, "token_policy": MixedPrecision}
 """Settings that each give a policy of their name as a mapping with `_target_`, and its kind."""
 _Part = TypeVar("_Part")
-_ANY_TYPE = ConfigDict(arbitrary_types_allowed=True)
+_type_adapter = functools.cache(functools.partial(TypeAdapter, config=ConfigDict(arbitrary_types_allowed=True)))
 
 
 def build_method(
@@ -66,19 +62,16 @@ def build_method(
 
 def _compose_config(name: str, bits: Bits, overrides: tuple[str, ...], config_dir: str | None) -> Config:
     """The composed and checked configuration of a run with this method; arguments as `build_method`."""
-    given = [f"method={name}", f"bits={bits.label}", *(_prefixed_override(override) for override in overrides)]
+    given = [f"method={name}", f"bits={bits.label}"]
+    for override in overrides:
+        sign = override[: len(override) - len(override.lstrip("+~"))]
+        rest = override[len(sign) :]
+        of_the_run = re.match(r"(residual|bits|cache)(?!\w)", rest)
+        given.append(override if of_the_run else f"{sign}method.{rest}")
     return composed(given, config_dir)
 
 
 _compose_config_once = functools.lru_cache(maxsize=256)(_compose_config)
-
-
-def _prefixed_override(override: str) -> str:
-    """Prefix an override with `method.` unless it is the run's own `residual`, `bits` or `cache`."""
-    prefix = override[: len(override) - len(override.lstrip("+~"))]
-    rest = override[len(prefix) :]
-    first = rest.partition("=")[0].partition(".")[0]
-    return override if first in ("residual", "bits", "cache") else f"{prefix}method.{rest}"
 
 
 def method_of(config: Config, *head_dims: int) -> Method:
@@ -103,11 +96,10 @@ def instantiate_method(method: MethodConfig, residual: ResidualConfig, bits: Any
     codecs = {
         side: _build_codec(method.name, f"method.{side}", getattr(method, side), head_dim) for side in ("key", "value")
     }
-    rotated = {"value": method.merge_rotation, "key": method.merge_key_rotation}
-    codecs, merged = merged_rotation(method.name, codecs, rotated)
+    merged = None
+    if method.merge_rotation:
+        codecs["value"], merged = merged_rotation(method.name, codecs["value"])
     effective = effective_residual(method.residual, residual)
-    if method.backend is not None and given is not None:
-        check_backend(method.name, method.backend, given, effective)
     for side, codec in codecs.items():
         if codec is not None and getattr(effective, side).keeps_nothing and codec.token_group != 1:
             raise Unsupported(
@@ -117,8 +109,13 @@ def instantiate_method(method: MethodConfig, residual: ResidualConfig, bits: Any
     of_stages = [stage.policy for codec in codecs.values() if codec is not None for _, stage in codec.stages]
     texts = tuple(method.kept_keys.texts)
     kept_keys = KeptKeys(texts, tuple(method.kept_keys.layers)) if texts and codecs["key"] is not None else None
+    named = {one: _build_part(method.name, f"method.{one}", getattr(method, one), kind) for one, kind in _KINDS.items()}
+    for setting, policy in named.items():
+        if policy is not None and policy.setting != setting:
+            target = getattr(method, setting)["_target_"]
+            raise ConfigError(f"method.{setting} of {method.name}: {target} is a policy of method.{policy.setting}")
     policies = (
-        *(_build_policy(method.name, setting, getattr(method, setting), kind) for setting, kind in _KINDS.items()),
+        *named.values(),
         *(_build_part(method.name, f"method.policies.{name}", one, Policy) for name, one in method.policies.items()),
         *{policy.setting: policy for policy in of_stages if policy is not None}.values(),
         *(kept_keys, _build_first_layers(method, head_dim), _build_gqa(method, codecs), merged),
@@ -130,7 +127,6 @@ def instantiate_method(method: MethodConfig, residual: ResidualConfig, bits: Any
         effective,
         given,
         method.full_precision_layers,
-        method.backend,
         0 if method.is_full_precision else method.sink_tokens,
         policies=tuple(policy for policy in policies if policy is not None),
         by_layer=by_layer,
@@ -158,7 +154,7 @@ def _build_by_layer(method: MethodConfig, residual: ResidualConfig, bits: Any, h
         own = getattr(asked, side)
         if own and any(not lowest <= getattr(at, side) <= highest for at in occurring):
             raise Unsupported(f"method.bits_by_layer.{side}={own}: {method.name} does {lowest} to {highest} bits")
-        parts = [(getattr(at, side), at.backend) for at in asked.at.values()]
+        parts = [(getattr(at, side), at.policies) for at in asked.at.values()]
         if len({getattr(at, side) for at in occurring}) > 1 and all(part == parts[0] for part in parts):
             raise ConfigError(f"method.bits_by_layer.{side}: {side}s of {method.name} do not follow `bits`")
     built = {label: instantiate_method(at, residual, label, head_dim) for label, at in asked.at.items()}
@@ -171,7 +167,7 @@ def _build_by_layer(method: MethodConfig, residual: ResidualConfig, bits: Any, h
 def _check_heads(side: str, methods: Sequence[Method], head_dim: int) -> None:
     """Raise `Unsupported` where heads of a side cannot have bits of their own, at any of the bits that occur."""
     for method in methods:
-        if method.backend is not None:
+        if method.replaces_layers:
             raise Unsupported(f"method.bits_by_layer.{side}: heads of {method.name} have no bits of their own")
         if (codec := getattr(method, side)) is not None:
             try:
@@ -198,22 +194,17 @@ def _combine_heads(built: Mapping[str, Method], key: Any, value: Any) -> Method:
 
 
 def _build_gqa(method: MethodConfig, codecs: Mapping[str, Codec | None]) -> GqaCompensation | None:
-    """The policy of `method.gqa_compensation`; None where it is off.
-
-    Raises:
-        ConfigError, Unsupported: no codecs, or one whose bits cannot be raised.
-    """
+    """The policy of `method.gqa_compensation`; None where it is off."""
     if not method.gqa_compensation:
         return None
     if not any(codecs.values()):
         raise ConfigError(f"method.gqa_compensation of {method.name}: needs codecs")
-    found = GqaCompensation()
     for side, codec in codecs.items():
         try:
-            found.check(codec)
+            _ = codec and codec.with_more_bits(0, MOST)
         except Unsupported as error:
             raise Unsupported(f"method.gqa_compensation of {method.name}: {side}: {error}") from error
-    return found
+    return GqaCompensation()
 
 
 def _build_first_layers(method: MethodConfig, head_dim: int) -> FirstLayers | None:
@@ -226,14 +217,6 @@ def _build_first_layers(method: MethodConfig, head_dim: int) -> FirstLayers | No
         for side in ("key", "value")
     }
     return FirstLayers(first.count, own["key"], own["value"])
-
-
-def _build_policy(name: str, setting: str, config: Any, kind: type[Policy]) -> Policy | None:
-    """The policy that `method.SETTING` describes; None where it has none."""
-    policy = _build_part(name, f"method.{setting}", config, kind)
-    if policy is not None and policy.setting != setting:
-        raise ConfigError(f"method.{setting} of {name}: {config['_target_']} is a policy of method.{policy.setting}")
-    return policy
 
 
 def _build_codec(name: str, setting: str, config: Any, head_dim: int) -> Codec | None:
@@ -250,58 +233,33 @@ def _build_part(
     if not isinstance(config, Mapping) or "_target_" not in config:
         what = "a codec (a mapping with _target_), or null for full precision"
         raise ConfigError(f"{setting} of {name}: {what if kind is Codec else 'a mapping with _target_, or null'}")
-    _check_arguments(setting, config)
-    try:
-        part = instantiate(config, _convert_="all")
-        if isinstance(part, kind):
-            _check_arguments(setting, config, built=True)
-            check(part)
-    except KvqError as error:
-        raise type(error)(f"{setting} of {name}: {error}") from error
-    except HydraException as error:
-        cause = error.__cause__
-        if isinstance(cause, KvqError):
-            raise type(cause)(f"{setting} of {name}: {cause}") from error
-        reason = " ".join(str(cause or error).split())
-        raise ConfigError(f"{setting} of {name}: {reason}") from error
+    part = _build_object(f"{setting} of {name}", setting, config)
     if not isinstance(part, kind):
         module = "kvq.codecs" if kind is Codec else kind.__module__
         raise ConfigError(
             f"{setting} of {name}: {config['_target_']} is a {type(part).__name__}; expected a {module}.{kind.__name__}"
         )
+    try:
+        check(part)
+    except KvqError as error:
+        raise type(error)(f"{setting} of {name}: {error}") from error
     return part
 
 
-def _check_arguments(setting: str, config: Mapping[str, Any], built: bool = False) -> None:
-    """Raise `ConfigError` for a `_target_` that cannot be imported, or an argument that it does not take.
-
-    `built`: all parts can be built, and so took what they were given; the kinds of parts in arguments are compared too.
-    """
-    if "_target_" in config:
-        try:
-            target = pkgutil.resolve_name(config["_target_"])
-            inspect.signature(target)
-        except (ImportError, AttributeError, ValueError, TypeError) as error:  # no name, or of nothing to call
-            reason = (str(error).splitlines() or [type(error).__name__])[0]
-            told = f"{setting}._target_={config['_target_']}: cannot be imported ({reason})"
-            module = str(config["_target_"]).partition(".")[0]
-            if isinstance(error, ModuleNotFoundError) and error.name == module:
-                told += f"; put {module}.py in the folder of --config-dir=..., set PYTHONPATH or install it"
-            raise ConfigError(told) from error
-        _check_call(setting, config, target, built)
-    for name, item in config.items():
-        if isinstance(item, Mapping):
-            _check_arguments(f"{setting}.{name}", item, built)
-        for number, one in enumerate(item if isinstance(item, list) else ()):
-            if isinstance(one, Mapping):
-                _check_arguments(f"{setting}.{name}.{number}", one, built)
-
-
-def _check_call(setting: str, config: Mapping[str, Any], target: Any, built: bool) -> None:
-    """Compare names with the target's signature, and values with its type hints."""
-    parameters = inspect.signature(target).parameters
+def _build_object(whose: str, setting: str, config: Mapping[str, Any]) -> Any:
+    """The object that a mapping with `_target_` describes, after those in its arguments; `whose`: begins an error."""
+    name = config["_target_"]
+    try:
+        target = pkgutil.resolve_name(name)
+        parameters = inspect.signature(target).parameters
+    except (ImportError, AttributeError, ValueError, TypeError) as error:  # no name, or of nothing to call
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        module = str(name).partition(".")[0]
+        lacks = isinstance(error, ModuleNotFoundError) and error.name == module
+        searched = f"; put {module}.py in the folder of --config-dir=..., set PYTHONPATH or install it" if lacks else ""
+        raise ConfigError(f"{setting}._target_={name}: cannot be imported ({reason}){searched}") from error
     open_ended = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
-    hints = _type_hints(target)
+    hints, given = _type_hints(target), {}
     for argument, value in config.items():
         if argument == "_target_":
             continue
@@ -309,46 +267,42 @@ def _check_call(setting: str, config: Mapping[str, Any], target: Any, built: boo
         if of_hydra or (argument not in parameters and not open_ended):
             allowed = ", ".join(parameters) or "it takes none"
             hint = did_you_mean(argument, parameters)
-            raise ConfigError(f"{setting}.{argument}: not an argument of {config['_target_']} ({allowed}).{hint}")
-        if argument in hints and (built or not _has_part(value)):
-            try:
-                _type_adapter(hints[argument]).validate_python(_stand_in(value), strict=True)
-            except ValidationError as error:
-                shown = "null" if value is None else str(value)[:300]
-                wanted = re.sub(r"[a-zA-Z_.]+\.", "", inspect.formatannotation(hints[argument]))
-                takes = f"{config['_target_']} takes {wanted}"
-                if (
-                    isinstance(value, Mapping)
-                    and hints[argument] not in (bool, int, float, str)
-                    and inspect.isclass(hints[argument])
-                ):  # a class of parts
-                    takes = f"a mapping whose _target_ is a kvq.codecs.{wanted}"
-                raise ConfigError(f"{setting}.{argument}={shown}: {takes}") from error
+            raise ConfigError(f"{setting}.{argument}: not an argument of {name} ({allowed}).{hint}")
+        given[argument] = _build_value(whose, f"{setting}.{argument}", value)
+        if argument in hints:
+            _check_type(f"{setting}.{argument}", name, hints[argument], given[argument], value)
+    try:
+        return target(**given)
+    except KvqError as error:
+        raise type(error)(f"{whose}: {error}") from error
+    except Exception as error:
+        raise ConfigError(f"{whose}: {' '.join(str(error).split())}") from error
 
 
-def _has_part(value: Any) -> bool:
-    """Whether a configuration value is or contains a mapping with `_target_`."""
-    inside = value.values() if isinstance(value, Mapping) else value if isinstance(value, list) else ()
-    return (isinstance(value, Mapping) and "_target_" in value) or any(map(_has_part, inside))
-
-
-def _stand_in(value: Any) -> Any:
-    """The value with each part replaced by an uninitialized instance of its class, for checks of types."""
+def _build_value(whose: str, setting: str, value: Any) -> Any:
+    """A value of a configuration with its parts built."""
     if isinstance(value, list):
-        return [_stand_in(one) for one in value]
+        return [_build_value(whose, f"{setting}.{number}", one) for number, one in enumerate(value)]
     if not isinstance(value, Mapping):
         return value
-    if "_target_" not in value:
-        return {name: _stand_in(one) for name, one in value.items()}
-    target = pkgutil.resolve_name(value["_target_"])
-    kind = target if inspect.isclass(target) else _type_hints(target).get("return")
-    return object.__new__(kind) if inspect.isclass(kind) else instantiate(value, _convert_="all")
+    if "_target_" in value:
+        return _build_object(whose, setting, value)
+    return {name: _build_value(whose, f"{setting}.{name}", one) for name, one in value.items()}
 
 
-@functools.cache
-def _type_adapter(hint: Any) -> Any:
-    """The `TypeAdapter` of a type, each made once."""
-    return TypeAdapter(hint, config=_ANY_TYPE)
+def _check_type(setting: str, target: str, hint: Any, value: Any, given: Any) -> None:
+    """Raise `ConfigError` for a value that a type hint does not take; `given`: it, as the configuration has it."""
+    if isinstance(value, dict) and get_origin(hint) is Mapping:
+        for name, one in value.items():
+            _check_type(f"{setting}.{name}", target, get_args(hint)[1], one, given[name])
+        return
+    try:
+        _type_adapter(hint).validate_python(value, strict=True)
+    except ValidationError as error:
+        wanted = re.sub(r"[a-zA-Z_.]+\.", "", inspect.formatannotation(hint))
+        kinds = [kind for kind in get_args(hint) or (hint,) if inspect.isclass(kind) and "." in kind.__module__]
+        takes = f"a mapping whose _target_ is a kvq.codecs.{kinds[0].__name__}" if kinds else f"{target} takes {wanted}"
+        raise ConfigError(f"{setting}={'null' if given is None else str(given)[:300]}: {takes}") from error
 
 
 @functools.cache

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
@@ -53,8 +52,7 @@ class SinkSide(CacheSide):
 
     @property
     def residual_bytes(self) -> int:
-        first = 0 if self._first is None else self._first.view.nbytes
-        return super().residual_bytes + first
+        return super().residual_bytes + (0 if self._first is None else self._first.view.nbytes)
 
     @property
     def bits_per_element(self) -> float:
@@ -73,12 +71,7 @@ class SinkSide(CacheSide):
         return self._after_sinks(None if rest is None else super().append(rest, quantized_prefill))
 
     def moves(self, queries: int) -> Transitions:
-        sinks = min(self.most_sinks - self.sink_tokens, queries)
-        start = self.sink_tokens + sinks
-        if queries == sinks:
-            return Transitions(start + self.packed_tokens, ())
-        found = super().moves(queries - sinks)
-        return Transitions(found.start + start, tuple(query + sinks for query in found.queries))
+        return self.moves_then_steps(0, queries, False)
 
     def moves_then_steps(self, head: int, queries: int, quantized_prefill: bool) -> Transitions:
         room = self.most_sinks - self.sink_tokens
@@ -139,8 +132,7 @@ class PackedSinkSide(SinkSide, PackedSide):
 
     def _stored(self) -> PackedStates:
         found = super()._stored()
-        full = self._after_sinks(found.full)
-        return dataclasses.replace(found, full=full, sinks=self.sink_tokens)
+        return replace(found, full=self._after_sinks(found.full), sinks=self.sink_tokens)
 
 
 def packed_side_of(like: CacheSide) -> PackedSide:
@@ -230,7 +222,7 @@ class KeptRows(CacheSide):
         chosen = self._chosen[:, start : start + states.shape[2]]
         out = super()._encode(self._states_to_encode(states, chosen, block), block, decoded)
         at = chosen.nonzero().T
-        rows = _rows_at(states, at)
+        rows = states[at[0], :, at[1]].transpose(0, 1)
         if at.shape[1]:
             moved = at + torch.tensor([[0], [start]], device=at.device)
             self._at = moved if self._at is None else torch.cat([self._at, moved], 1)
@@ -255,11 +247,6 @@ class KeptRows(CacheSide):
     def forget(self, tokens: int) -> None:
         if self._chosen is not None:
             self._chosen = self._chosen[:, :tokens]
-
-
-def _rows_at(states: States, at: Int[Tensor, "2 kept"]) -> Tensor:
-    """The states of tokens `at` (their batch indices, then their token indices), `[heads, kept, head_dim]`."""
-    return states[at[0], :, at[1]].transpose(0, 1)
 
 
 def _with_rows_at(states: States, at: Int[Tensor, "2 kept"], rows: Tensor) -> Tensor:
@@ -289,10 +276,6 @@ class KeptKeys(Policy):
     needs = frozenset({"own_tokens"})
     excludes = CHOOSES_TOKENS | {"expanded_latent"}
 
-    def keeps_keys_in(self, layer: int, layers: int) -> bool:
-        """Whether layer `layer`, of a model with `layers` layers, keeps these keys in full precision."""
-        return layer in layer_indices(self.layers, layers)
-
     def bind_tokenizer(self, tokenizer: Any) -> KeptKeys:
         """A copy with the ids of the tokens. Raises: ConfigError: a text that is not one token."""
         found = [tokenizer.encode(text, add_special_tokens=False) for text in self.texts]
@@ -305,7 +288,7 @@ class KeptKeys(Policy):
 
     def wrap_side(self, like: CacheSide, side: str, layer: int, layers: int) -> CacheSide:
         """A `KeptSide` for keys of the chosen layers. Raises: ConfigError: `bind_kept_keys` has not been called."""
-        if side != "key" or not self.keeps_keys_in(layer, layers):
+        if side != "key" or layer not in layer_indices(self.layers, layers):
             return like
         if self.ids is None:
             raise ConfigError("method.kept_keys: texts, not yet tokens; kvq.bind_kept_keys(method, tokenizer)")

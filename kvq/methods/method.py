@@ -17,15 +17,12 @@ from kvq.cache.packed import packed_layer
 from kvq.cache.side import CacheSide
 from kvq.codecs import Codec, ComponentQuantizer, FisherTransform, StoredWithKeys, calibrated_parts
 from kvq.config.bits import Bits, mean_label
-from kvq.config.method import BackendConfig
 from kvq.config.residual import Residual, ResidualSide
 from kvq.config.run import Mla
 from kvq.errors import ConfigError, Unsupported
 from kvq.kernels import build_linear_chain
 from kvq.methods.kept_keys import layer_indices, make_side, packed_side_of
-from kvq.methods.merged import MergedRotation
-from kvq.methods.policies import Capability, Policy, check_needs, check_pairs, method_traits
-from kvq.methods.transformers_caches import TransformersLayer
+from kvq.methods.policies import Capability, MergedRotation, Policy, check_needs, check_pairs, method_traits
 from kvq.models.layers import KvLayer
 from kvq.results.tensor_files import digest
 
@@ -52,9 +49,8 @@ class Method:
     Attributes:
         bits: None for a fixed-rate method.
         full_precision_layers: `key` and `value` -> layers whose keys or values stay in full precision.
-        backend: a cache of transformers that replaces the codecs.
         sink_tokens: number of first tokens that stay in full precision.
-        bound: `key` and `value` -> codecs of each layer with their tables (`kvq.calibration.files.bind`); empty
+        bound: `key` and `value` -> codecs of each layer with their tables (`kvq.calibration.files.bind_tables`); empty
             for a method without calibration.
         policies: what it does besides: evicts tokens, gives some other bits or codecs, keeps some in full precision,
             rotates states by the model's weights.
@@ -71,7 +67,6 @@ class Method:
     residual: Residual
     bits: Bits | None
     full_precision_layers: Mapping[str, Sequence[int]] = field(default_factory=dict)
-    backend: BackendConfig | None = None
     sink_tokens: int = 0
     bound: Mapping[str, Sequence[Codec | None]] = field(default_factory=dict)
     policies: tuple[Policy, ...] = ()
@@ -189,13 +184,11 @@ class Method:
         if not self.settings:
             raise Unsupported(f"method={self.name}: put together by hand, so nothing names it; use kvq.build_method")
         ids = getattr(self.policy("kept_keys"), "ids", None)
-        kept = None if ids is None else list(ids)
-        tables = digest(self._tables(layers)) if self.needs_calibration else None
         found = {
             **self.settings,
             "residual": asdict(self.residual),
-            "kept_ids": kept,
-            "tables": tables,
+            "kept_ids": None if ids is None else list(ids),
+            "tables": digest(self._tables(layers)) if self.needs_calibration else None,
         }
         if self.mla is Mla.expanded:
             found["latent"] = self.mla.value
@@ -225,7 +218,12 @@ class Method:
     @property
     def is_full_precision(self) -> bool:
         """Neither keys nor values are quantized, and none are evicted."""
-        return self.key is None and self.value is None and self.backend is None and self.policy("eviction") is None
+        return not (self.key or self.value or self.replaces_layers or self.policy("eviction"))
+
+    @property
+    def replaces_layers(self) -> bool:
+        """A policy makes the layers of the cache, in the place of codecs."""
+        return self.policy("backend") is not None
 
     def check_packed(self) -> None:
         """Raise `Unsupported` where attention cannot read the method's codes."""
@@ -277,17 +275,15 @@ class Method:
             if codec is not None:
                 for head_dim in set(dims):
                     codec.check(head_dim)
-        if self.backend is not None:
-            backends = [method.backend or self.backend for method in self.by_layer or [self] * len(held)]
+        if self.replaces_layers:
             return [
-                TransformersLayer(backend, self.residual.key, f"layer {one.index}")
-                for backend, one in zip(backends, held, strict=True)
+                method.policy("backend").build_layer(self.residual.key, f"layer {one.index}")
+                for method, one in zip(self.by_layer or [self] * len(held), held, strict=True)
             ]
         # Policies that choose tokens go by all of them; a model's own mask then hides those outside of its window.
         if not self.has("own_window"):
             held = [replace(one, window=None) for one in held]
-        made = self._build_joined_layer if self.joins_sides else self._build_layer
-        layers = [made(place, held, keep_decoded, quantized_prefill) for place in range(len(held))]
+        layers = [self._build_layer(place, held, keep_decoded, quantized_prefill) for place in range(len(held))]
         if packed:
             return [packed_layer(layer, packed_side_of) for layer in layers]
         for policy in self.policies:
@@ -305,35 +301,25 @@ class Method:
         if not self.depends_on_model:
             return self
 
-        def codec_for_model(codec: Codec | None) -> Codec | None:
-            """The codec with each stage as this model needs it."""
-            stages = [] if codec is None else [(name, stage.for_model(config)) for name, stage in codec.stages]
-            return None if codec is None else codec.with_stages(stages)
-
-        return replace(self, key=codec_for_model(self.key), value=codec_for_model(self.value))
+        key, value = (
+            codec and codec.with_stages([(name, stage.for_model(config)) for name, stage in codec.stages])
+            for codec in (self.key, self.value)
+        )
+        return replace(self, key=key, value=value)
 
     # In these, `place` is an index into `held`, the cached layers of the model.
-    def _build_sides(self, place: int, held: Sequence[KvLayer], keep_decoded: bool) -> tuple[CacheSide, CacheSide]:
-        key, value = (self._build_side(side, place, held, keep_decoded) for side in ("key", "value"))
-        return key, value
-
     def _build_layer(
         self, place: int, held: Sequence[KvLayer], keep_decoded: bool, quantized_prefill: bool
     ) -> KVCacheLayer:
-        return KVCacheLayer(*self._build_sides(place, held, keep_decoded), quantized_prefill, held[place].window)
-
-    def _build_joined_layer(
-        self, place: int, held: Sequence[KvLayer], keep_decoded: bool, quantized_prefill: bool
-    ) -> KVCacheLayer:
-        """A cache layer whose one codec stores keys and values. Raises: Unsupported: their head dims differ."""
-        one = held[place]
+        """A cache layer. Raises: Unsupported: head dims of keys and values differ, which one codec stores together."""
+        one, key = held[place], self._build_side("key", place, held, keep_decoded)
+        if not self.joins_sides or key.codec is None:  # without one, a layer with a window, kept in full precision
+            value = self._build_side("value", place, held, keep_decoded)
+            return KVCacheLayer(key, value, quantized_prefill, one.window)
         if one.head_dim != one.value_dim:
             raise Unsupported(f"method={self.name}: keys of {one.head_dim} channels a head, values of {one.value_dim}")
-        side = self._build_side("key", place, held, keep_decoded)
-        if side.codec is None:  # a layer with a window, kept in full precision
-            return self._build_layer(place, held, keep_decoded, quantized_prefill)
-        side.label = f"layer {one.index} keys and values"
-        return JoinedLayer(side, quantized_prefill, one.window)
+        key.label = f"layer {one.index} keys and values"
+        return JoinedLayer(key, quantized_prefill, one.window)
 
     def for_window(self, codec: Codec | None, residual: ResidualSide) -> tuple[Codec | None, ResidualSide]:
         """Codec and residual of keys or values in a layer with sliding-window attention.

@@ -6,7 +6,7 @@ receive.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import itertools
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -151,16 +151,12 @@ class Saliency(MixedPrecision):
     def wrap_layer(self, like: KVCacheLayer, layer: int, config: Any) -> KVCacheLayer:
         return SaliencyLayer(like, self)
 
-    def _probes_only_last(self, start: int) -> bool:
-        """Whether the block that begins at token `start` has its last query as its only probe."""
-        return self.decoding == "last" and start > 0
-
     def probes(self, start: int, length: int) -> Int[Tensor, " probes"]:
         """Positions of the probes within a block of `length` tokens that begins at token `start`, ascending.
 
         The last position is always a probe.
         """
-        if self._probes_only_last(start):
+        if self.decoding == "last" and start > 0:
             return torch.tensor([length - 1])
         last = max(round(self.recent * length), 1)
         others = min(round(self.random * length), length - last)
@@ -170,7 +166,7 @@ class Saliency(MixedPrecision):
 
     def divisors(self, start: int, length: int) -> Int[Tensor, " tokens"]:
         """Divisors of the summed weights that a block's tokens receive from its probes; at least 1."""
-        if self.divide_by == "later" and not self._probes_only_last(start):
+        if self.divide_by == "later" and not (self.decoding == "last" and start > 0):
             return torch.arange(length, 0, -1)
         probes = self.probes(start, length)
         return (probes[:, None] >= torch.arange(length)).sum(0)
@@ -219,10 +215,9 @@ class PoolSide(CacheSide):
         pool = states[:, :, : self.pooled]
         for group in states[:, :, self.pooled : end].split(self._group, 2):
             both = torch.cat([pool, group], 2)
-            order = self._order(both).unsqueeze(-1).expand(-1, -1, -1, both.shape[-1])
-            ordered = both.gather(2, order)
-            pool = ordered[:, :, : self.pool]
-            self._encode(ordered[:, :, self.pool :], None)
+            ordered = both.gather(2, self._order(both).unsqueeze(-1).expand(-1, -1, -1, both.shape[-1]))
+            pool, rest = ordered[:, :, : self.pool], ordered[:, :, self.pool :]
+            self._encode(rest, None)
         self._full = Growable(torch.cat([pool, states[:, :, end:]], 2))
         self.pooled = self.pool
         return None
@@ -232,7 +227,19 @@ class PoolSide(CacheSide):
         super().check_crop(remove + self.pooled if remove else 0)
 
 
-class PoolLayer(KVCacheLayer):
+class BlockEndLayer(KVCacheLayer):
+    """A layer whose tokens may come in chunks up to the end of a block, no further, where they count one by one."""
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """As `KVCacheLayer.update`. Raises: Unsupported: one by one, beyond the end of a block."""
+        if self.token_by_token and any(side.queries for side in self._moves(key_states.shape[2], 0)):
+            raise Unsupported(
+                "method.token_policy: tokens fed one by one, but together beyond the end of a block; feed up to it"
+            )
+        return super().update(key_states, value_states, *args, **kwargs)
+
+
+class PoolLayer(BlockEndLayer):
     """Keys and values of one layer with a pool of full-precision tokens, chosen by the keys."""
 
     keeps_order = False
@@ -246,11 +253,6 @@ class PoolLayer(KVCacheLayer):
         key = PoolSide(like.key, policy.pool)
         super().__init__(key, PoolSide(like.value, policy.pool, key), False)
 
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """As `KVCacheLayer.update`. Raises: Unsupported: one by one, beyond the end of a block."""
-        check_block_end(self, key_states.shape[2])
-        return super().update(key_states, value_states, *args, **kwargs)
-
     def fork(self) -> PoolLayer:
         other = super().fork()
         assert isinstance(other, PoolLayer)
@@ -258,14 +260,6 @@ class PoolLayer(KVCacheLayer):
         assert isinstance(other.value, PoolSide)
         other.key.orders, other.value.leader = [], other.key
         return other
-
-
-def check_block_end(layer: KVCacheLayer, queries: int) -> None:
-    """Raise `Unsupported` for a chunk that is read as if fed one by one and goes past the end of a block."""
-    if layer.token_by_token and any(side.queries for side in layer._moves(queries, 0)):
-        raise Unsupported(
-            "method.token_policy: tokens fed one by one, but together beyond the end of a block; feed up to it"
-        )
 
 
 class DeferredSide(CacheSide):
@@ -293,8 +287,8 @@ class DeferredSide(CacheSide):
             self._flush(self.begins)
 
 
-class PlannedLayer(AttendedLayer):
-    """Keys and values of one layer, whose blocks are encoded once the attention to them has been observed."""
+class PlannedLayer(BlockEndLayer, AttendedLayer):
+    """Keys and values of one layer, whose blocks are encoded in `observe`, once the attention to them is known."""
 
     irreversible = "attention received cannot be taken back"
     setting = "method.token_policy"
@@ -302,11 +296,6 @@ class PlannedLayer(AttendedLayer):
     @property
     def observes(self) -> bool:
         return True
-
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """As `KVCacheLayer.update`; blocks are encoded in `observe`."""
-        check_block_end(self, key_states.shape[2])
-        return super().update(key_states, value_states, *args, **kwargs)
 
 
 class SaliencyLayer(PlannedLayer):
@@ -324,21 +313,15 @@ class SaliencyLayer(PlannedLayer):
         super().__init__(key, value, False)
         self.policy = policy
 
-    def _held_blocks(self) -> Iterator[tuple[int, int]]:
-        """Start and length of the blocks that the tokens held belong to, also of those that are not complete."""
-        assert isinstance(self.key, DeferredSide)
-        held, size, start = self.key.residual_tokens, self.key.residual.size, 0
-        for length in self.key.leaving_lengths():
-            yield start, length
-            start += length
-        if start < held:
-            yield start, size
-
     def observe(self, attended: Attended) -> None:
         side, queries = self.key, attended.query.shape[2]
+        assert isinstance(side, DeferredSide)
         held, packed = side.residual_tokens, side.packed_tokens
         received = attended.key.new_zeros(*attended.key.shape[:2], held)
-        for start, length in self._held_blocks():
+        lengths = side.leaving_lengths()
+        if sum(lengths) < held:  # a block that is not complete
+            lengths.append(side.residual.size)
+        for start, length in zip(itertools.accumulate(lengths, initial=0), lengths, strict=False):
             own = received[..., start : start + length]
             at = start + self.policy.probes(packed + start, length)
             rows = at[(at >= held - queries) & (at < held)] - (held - queries)
@@ -357,7 +340,7 @@ class SaliencyLayer(PlannedLayer):
             return
         assert self._received is not None
         gone, packed = sum(lengths), self.key.packed_tokens
-        starts = [packed + sum(lengths[:number]) for number in range(len(lengths))]
+        starts = itertools.accumulate(lengths[:-1], initial=packed)
         asked = torch.cat([self.policy.divisors(*block) for block in zip(starts, lengths, strict=True)])
         scores = self._received[..., :gone] / asked.to(self._received.device)
         for side in (self.key, self.value):

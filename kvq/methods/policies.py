@@ -8,42 +8,24 @@ is checked against all that exist by the two sets that it states.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, Final, Literal
+from typing import Any, ClassVar, Final
 
-from kvq.cache.layer import KVCacheLayer
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from kvq.cache.layer import KVCacheLayer, Layer
 from kvq.cache.side import CacheSide
-from kvq.codecs import Codec
+from kvq.codecs import Codec, Hadamard, RandomizedHadamard
 from kvq.config.residual import Policy as ResidualPolicy
-from kvq.config.residual import Residual
-from kvq.errors import Unsupported
+from kvq.config.residual import Residual, ResidualSide
+from kvq.errors import ConfigError, Unsupported
 from kvq.kernels.linear_chain import find_joint_transform
 
-Capability = Literal[
-    "codecs_alone",
-    "two_codecs",
-    "same_stages",
-    "one_width",
-    "fixed_bits",
-    "uncalibrated",
-    "any_position",
-    "sides_alike",
-    "all_layers",
-    "all_tokens",
-    "own_tokens",
-    "all_at_once",
-    "prompt_at_once",
-    "no_prompt",
-    "chunked_prompt",
-    "quantized_prefill",
-    "decoded_at_once",
-    "packed_attention",
-    "latent",
-    "expanded_latent",
-    "own_window",
-    "several_tokens",
-    "sides_apart",
-]
+Capability = str
+"""One of `NEEDED`."""
 Capabilities = frozenset[Capability]
 
 NEEDED: Final[Mapping[Capability, str]] = {
@@ -96,11 +78,7 @@ class Policy:
         """Raise `ConfigError` for a residual that the policy of a method of this name cannot do."""
 
     def for_model(self, method: Any, config: Any) -> Any:
-        """The `kvq.methods.method.Method` as a model with this text configuration needs it.
-
-        Raises:
-            Unsupported: a model that the policy cannot do.
-        """
+        """The `kvq.methods.method.Method` as a model with this text configuration needs it."""
         return method
 
     def bind_tokenizer(self, tokenizer: Any) -> Policy:
@@ -114,6 +92,10 @@ class Policy:
     def wrap_side(self, like: CacheSide, side: str, layer: int, layers: int) -> CacheSide:
         """Quantized keys or values (`side`) of layer `layer` of `layers`, in the place of those of one codec alone."""
         return like
+
+    def build_layer(self, residual: ResidualSide, label: str) -> Layer:
+        """An empty layer of another library's cache, for a policy with `setting = "backend"`; `label`: for errors."""
+        raise NotImplementedError
 
     def wrap_layer(self, like: KVCacheLayer, layer: int, config: Any) -> KVCacheLayer:
         """Layer `layer` of a cache of a model with this text configuration, in the place of its two sides alone."""
@@ -151,11 +133,6 @@ class Trait(Policy):
 
 
 _TABLES: Capabilities = frozenset({"uncalibrated", "two_codecs", "expanded_latent"})
-_BACKEND = Trait(
-    "backend",
-    "quantizes anew what it decoded (decode mode)",
-    CHOOSES_TOKENS | {"two_codecs", "all_at_once", "prompt_at_once", "quantized_prefill", "sides_apart"},
-)
 _BY_LAYER = Trait("bits_by_layer", "gives layers bits of their own", frozenset({"one_width", "two_codecs"}))
 _WHOLE_LAYERS = Trait("full_precision_layers", "keeps layers in full precision", frozenset({"all_layers"}))
 _CALIBRATED = Trait("calibration", "fits tables to states", _TABLES)
@@ -180,7 +157,6 @@ def method_traits(method: Any) -> Iterator[Policy]:
     if method.joins_sides and (method.key is None or find_joint_transform(method.key) is None):
         joined = replace(joined, excludes=joined.excludes | {"packed_attention"})
     holds = {
-        _BACKEND: method.backend is not None,
         _BY_LAYER: bool(method.by_layer),
         _WHOLE_LAYERS: any(method.full_precision_layers.values()),
         _SINKS: method.sink_tokens > 0,
@@ -192,3 +168,135 @@ def method_traits(method: Any) -> Iterator[Policy]:
         _SIDES_DIFFER: kept.key != kept.value or (bits is not None and bits.key != bits.value),
     }
     return (trait for trait, here in holds.items() if here)
+
+
+_MARK = "kvq_rotated"
+_OUTPUTS = ("o_proj", "out_proj")
+
+
+@dataclass(frozen=True)
+class MergedRotation(Policy):
+    """Rotates values by a model's weights instead of by the codec: v_proj writes rotated values, o_proj turns back.
+
+    Source: QuaRot (arXiv 2404.00456), section 4; OScaR (arXiv 2605.19660), Algorithm 1.
+
+    Attributes:
+        rotation: the stage that the codec of values loses.
+    """
+
+    rotation: Hadamard | RandomizedHadamard
+    version: ClassVar[int] = 1
+    setting = "merge_rotation"
+    does = "rotates states by the model's weights"
+    needs = frozenset({"same_stages", "uncalibrated"})
+    excludes = frozenset({"codecs_alone", "expanded_latent", "sides_apart"})
+
+    @contextmanager
+    def in_weights(self, model: nn.Module) -> Iterator[None]:
+        """Rotate values in all layers while the context lasts; the same weights, bit for bit, come back after it.
+
+        A second copy of the projections is held meanwhile.
+        """
+        text = model.config.get_text_config()  # type: ignore[union-attr, operator]
+        head_dim = int(getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads)
+        found = [pair for module in model.modules() if (pair := _projections(module)) is not None]
+        if len(found) != text.num_hidden_layers:
+            where = f"in {len(found)} of {text.num_hidden_layers} layers"
+            raise Unsupported(f"method.merge_rotation: {type(model).__name__} has v_proj and o_proj {where}")
+        matrices = {matrix for pair in found for matrix in pair}
+        before = {part: part.detach().clone() for matrix in matrices for part in matrix.parameters(recurse=False)}
+        try:
+            expected = _logits(model)
+            for values, output in found:
+                rotation = self.rotation.matrix(head_dim, values.weight.double())
+                _rotate_channels(values.weight.data.T, rotation)
+                if values.bias is not None:
+                    _rotate_channels(values.bias.data[None], rotation)
+                _rotate_channels(output.weight.data, rotation)
+            if not torch.allclose(_logits(model), expected, rtol=1e-2, atol=1e-2, equal_nan=True):
+                raise Unsupported(f"method.merge_rotation: {type(model).__name__} does more with values than sum them")
+            setattr(text, _MARK, True)
+            yield
+        finally:
+            for part, own in before.items():
+                part.data.copy_(own)
+            if hasattr(text, _MARK):
+                delattr(text, _MARK)
+
+    def for_model(self, method: Any, config: Any) -> Any:
+        """The method unchanged. Raises: Unsupported: outside of `in_weights`, where the weights do not rotate."""
+        if not hasattr(config, _MARK):
+            raise Unsupported(
+                "method.merge_rotation: the weights do not rotate values; run the model and its cache within "
+                "`with method.merged.in_weights(model):`"
+            )
+        return method
+
+
+def check_unrotated(config: Any) -> None:
+    """Raise `Unsupported` for a text configuration whose model's weights rotate values now."""
+    if hasattr(config, _MARK):
+        raise Unsupported("quantize: an outer `with` rotates the model's weights (merge_rotation); leave it first")
+
+
+def merged_rotation(name: str, codec: Codec | None) -> tuple[Codec, MergedRotation]:
+    """The codec of values without its rotation, and the policy by which the weights take it over."""
+    first = codec.stages[0][1] if codec is not None and codec.stages else None
+    if codec is None or not isinstance(first, Hadamard) or not first.orthogonal:
+        raise ConfigError(f"method.merge_rotation of {name}: values whose first stage is a Hadamard rotation")
+    return codec.with_stages(codec.stages[1:]), MergedRotation(first)
+
+
+def _projections(attention: nn.Module) -> tuple[nn.Linear, nn.Linear] | None:
+    """The projections of values and of the output of an attention, where both are linear layers of plain weights."""
+    found = [getattr(attention, name, None) for name in ("v_proj", *_OUTPUTS)]
+    plain = [part for part in found if isinstance(part, nn.Linear) and part.weight.is_floating_point()]
+    return (plain[0], plain[1]) if len(plain) == 2 and plain[0] is found[0] else None
+
+
+def _rotate_channels(rows: Float[Tensor, "rows channels"], rotation: Float[Tensor, "dim dim"]) -> None:
+    """Multiply each row's channels, head by head, by the rotation, in place, computed in double precision."""
+    heads = rows.double().unflatten(1, (-1, rotation.shape[0]))
+    rows.copy_((heads @ rotation.to(rows.device)).flatten(1))
+
+
+@torch.no_grad()
+def _logits(model: Any) -> Tensor:
+    """`[1, 16, vocabulary]`: the logits of the tokens with ids 0 to 15, to compare a model before and after."""
+    embedding = model.get_input_embeddings().weight
+    tokens = torch.arange(16, device=embedding.device)[None] % embedding.shape[0]
+    logits: Tensor = model(input_ids=tokens, use_cache=False).logits
+    return logits
+
+
+MOST = 8
+
+
+@dataclass(frozen=True)
+class GqaCompensation(Policy):
+    """Raises the bits of codecs by ceil(log4 g) for g query heads of each KV head, up to 8 bits.
+
+    Source: KVQuant++ (`gqa`), +⌈log₄ g⌉ bits, cap 8.
+    """
+
+    version: ClassVar[int] = 1
+    setting = "gqa_compensation"
+    does = "adds bits by the query heads of a model"
+    needs = frozenset({"same_stages"})
+    excludes = frozenset({"codecs_alone", "fixed_bits"})
+
+    def extra_bits(self, config: Any) -> int:
+        """Bits that are added in a model: 0 for one query head, 1 up to 4, 2 up to 16."""
+        heads = int(config.num_attention_heads)
+        shared, bits = heads // int(getattr(config, "num_key_value_heads", None) or heads), 0
+        while 4**bits < shared:
+            bits += 1
+        return bits
+
+    def for_model(self, method: Any, config: Any) -> Any:
+        """The method with the bits of its codecs raised in every layer, and without this policy."""
+        extra = self.extra_bits(config)
+        codecs = {side: codec for side in ("key", "value") if (codec := getattr(method, side)) is not None}
+        more = {side: codec.with_more_bits(extra, MOST) for side, codec in codecs.items()}
+        by_layer = tuple(self.for_model(one, config) for one in method.by_layer)
+        return replace(method.without_policies(self.setting), by_layer=by_layer, **more)

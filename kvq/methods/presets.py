@@ -1,188 +1,25 @@
-"""Methods as Python calls, made from the files of `conf/method`: `kvq.methods.KIVI(bits=2, group_size=64)`.
-
-A keyword is a setting of the quantizers of keys and values; `key={"group_size": 128}` is of one side. A stage's
-settings have its name in front (`rotation_seed`), and a stage's own name with None leaves it out (`hadamard=None`).
-`quantize` makes the caches of a model quantized ones while a `with` statement lasts.
-`kvq/methods/__init__.pyi` has the signatures for editors and type checkers; `experiments/docs/presets.py` writes it.
-"""
+"""`kvq.quantize`: the caches of a model are quantized ones while a `with` statement lasts; `kvq.method_for`."""
 
 from __future__ import annotations
 
-import functools
-import inspect
-import pkgutil
-import re
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from typing import Any
 from unittest.mock import patch
 
 import torch
-from omegaconf import OmegaConf
 from torch import nn
 from transformers.cache_utils import Cache, DynamicCache, EncoderDecoderCache
 
 from kvq.cache import KVCache
 from kvq.cache.hooks import named_arguments, stacks
-from kvq.config import compose
-from kvq.config.explain import choices
-from kvq.config.method import RENAMED
-from kvq.errors import ConfigError, did_you_mean
+from kvq.errors import ConfigError
 from kvq.methods.build import build_method
-from kvq.methods.merged import check_unrotated
 from kvq.methods.method import Method
+from kvq.methods.policies import check_unrotated
 from kvq.models.layers import head_dims_of
 from kvq.models.placing import unwrapped
-
-_SIDES = ("key", "value")
-_SIMPLE = re.compile(r"(bool|int|float|str)( \| None)?")
-_OF_THE_METHOD = {"sink_tokens": "sink_tokens", "residual_policy": "residual.policy", "residual_size": "residual.size"}
-
-
-@dataclass(frozen=True)
-class _Setting:
-    """A setting by side (`""`: of the method): its path in the configuration, its type and its default there."""
-
-    paths: dict[str, str]
-    annotation: str
-    default: Any
-
-
-class Maker:
-    """Makes presets of one method; its signature lists the method's settings with their defaults."""
-
-    def __init__(self, name: str) -> None:
-        self.name, self.called = name, names()[name]
-        self._settings = _collect_settings(_method_config(name))
-        self.__doc__ = f"`method={name}`; settings that are not given are as in `conf/method/{name}.yaml`."
-        self.__signature__ = inspect.Signature(
-            [
-                inspect.Parameter("bits", inspect.Parameter.POSITIONAL_OR_KEYWORD, default=3, annotation="Any"),
-                *(
-                    inspect.Parameter(one, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
-                    for one, annotation, default in self.keywords()
-                ),
-            ],
-            return_annotation="Preset",
-        )
-
-    def keywords(self) -> Iterator[tuple[str, str, Any]]:
-        """Name, type and default of each keyword; `...`: keys and values differ, or the stage is there."""
-        for one, setting in self._settings.items():
-            yield one, setting.annotation, setting.default
-        for side in _SIDES:
-            if any(side in setting.paths for setting in self._settings.values()):
-                yield side, "Mapping[str, Any]", {}
-
-    def __call__(self, bits: Any = 3, **given: Any) -> Preset:
-        """A preset."""
-        words = []
-        apart = {side: given.pop(side, {}) for side in _SIDES}
-        for one, value in given.items():
-            words += [f"{path}={_override_value(value)}" for path in self._setting(one).paths.values()]
-        for side, settings in apart.items():
-            for one, value in settings.items():
-                paths = self._setting(one, side).paths
-                words.append(f"{paths[side]}={_override_value(value)}")
-        return Preset(self.name, bits, tuple(words))
-
-    def _setting(self, name: str, side: str | None = None) -> _Setting:
-        """The setting of a keyword, of one side or of any. Raises: ConfigError: there is none of that name."""
-        known = [one for one, found in self._settings.items() if side is None or side in found.paths]
-        name = RENAMED.get(name, name)
-        if name not in known:
-            of = "" if side is None else f"{side}="
-            raise ConfigError(
-                f"{self.called}({of}{name}): its settings are {', '.join(known)}.{did_you_mean(name, known)}"
-            )
-        return self._settings[name]
-
-    def __repr__(self) -> str:
-        return f"kvq.methods.{self.called}{inspect.signature(self)}".replace("Ellipsis", "...").replace("'", "")
-
-
-@functools.cache
-def names() -> dict[str, str]:
-    """File of each method -> name of its call: the label where it is the file's name but for letters' case."""
-    methods = [name for name in choices()["method"] if "/" not in name]
-    words = {name: re.sub(r"\W", "", str(_method_config(name).get("label"))) for name in methods}
-    return {name: word if word.lower() == name.replace("_", "") else name for name, word in words.items()}
-
-
-def maker(called: str) -> Maker:
-    """The `Maker` that `kvq.methods.<called>` is, such as `KIVI`. Raises: AttributeError: no method has that name."""
-    name = next((name for name, other in names().items() if other == called), None)
-    if name is None:
-        raise AttributeError(
-            f"module 'kvq.methods' has no attribute '{called}'.{did_you_mean(called, names().values())}"
-        )
-    return _maker(name)
-
-
-_maker = functools.cache(Maker)
-
-
-@functools.cache
-def _method_config(name: str) -> dict[str, Any]:
-    """The composed settings of a method, where interpolations are text."""
-    found = OmegaConf.to_container(compose([f"method={name}"]).method, resolve=False, enum_to_str=True)
-    assert isinstance(found, dict)
-    return {str(setting): value for setting, value in found.items()}
-
-
-def _collect_settings(file: Mapping[str, Any]) -> dict[str, _Setting]:
-    """The settings of a method that a call takes as keywords, by keyword, from the method's configuration."""
-    found: dict[str, _Setting] = {}
-    for side in _SIDES:
-        for one, setting in _codec_settings(side, file.get(side) or {}):
-            other = found.get(one)
-            same = other is None or other.default == setting.default
-            paths = setting.paths if other is None else other.paths | setting.paths
-            found[one] = _Setting(paths, setting.annotation, setting.default if same else ...)
-    for one, path in (_OF_THE_METHOD if found else {}).items():
-        place, _, last = path.rpartition(".")
-        values = file if not place else file.get(place) or {}
-        if last in values:
-            found[one] = _Setting({"": path}, type(values[last]).__name__, values[last])
-    return found
-
-
-def _codec_settings(side: str, codec: Mapping[str, Any]) -> Iterator[tuple[str, _Setting]]:
-    """The settings of a codec: its quantizer's, whose names stand alone, and those of its stages."""
-    yield from _part_settings(side, f"{side}.quantizer.", "", codec.get("quantizer") or {})
-    for stage, part in (codec.get("stages") or {}).items():
-        if part is not None:
-            yield stage, _Setting({side: f"{side}.stages.{stage}"}, "None", ...)
-            yield from _part_settings(side, f"{side}.stages.{stage}.", f"{stage}_", part)
-
-
-def _part_settings(side: str, place: str, prefix: str, part: Mapping[str, Any]) -> Iterator[tuple[str, _Setting]]:
-    """The settings of a quantizer or stage at path `place` of a side, each keyword with `prefix` in front."""
-    known = inspect.signature(pkgutil.resolve_name(part["_target_"])).parameters if "_target_" in part else {}
-    for one, default in part.items():
-        if one not in ("_target_", "bits") and not isinstance(default, Mapping | list) and "${" not in str(default):
-            said = str(known[one].annotation) if one in known else ""
-            annotation = said if _SIMPLE.fullmatch(said) else "str" if isinstance(default, str) else "Any"
-            yield f"{prefix}{one}", _Setting({side: f"{place}{one}"}, annotation, default)
-
-
-def _override_value(value: Any) -> str:
-    """A value as a Hydra override writes it: `null`, `true`, else `str(value)`."""
-    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
-
-
-def stub() -> str:
-    """The text of `kvq/methods/__init__.pyi`."""
-    lines = ["# Written by experiments/docs/presets.py from conf/method: the calls that kvq.methods.presets makes.", ""]
-    lines += ["from collections.abc import Mapping", "from typing import Any", ""]
-    lines += ["from kvq.methods.presets import Preset", ""]
-    for name, called in names().items():
-        keywords = [f"{one}: {annotation} = ..." for one, annotation, _ in maker(called).keywords()]
-        given = ["bits: Any = ...", *(["*", *keywords] if keywords else [])]
-        lines += [f"def {called}({', '.join(given)}) -> Preset: ...  # {name}"]
-    return "\n".join(lines) + "\n"
 
 
 def method_for(model: nn.Module, name: str, bits: Any = 3, overrides: Sequence[str] = ()) -> Method:
@@ -198,29 +35,6 @@ def method_for(model: nn.Module, name: str, bits: Any = 3, overrides: Sequence[s
     config = unwrapped(model).config.get_text_config(decoder=True)
     method = build_method(name, bits, list(dict.fromkeys(head_dims_of(config))), overrides)
     return method.for_model(config)
-
-
-@dataclass(frozen=True)
-class Preset:
-    """A method with settings of its own, not yet built for a model; `kvq.quantize` takes it.
-
-    Attributes:
-        name: of the method's file, such as `"kivi"`.
-        bits: as `kvq.build_method`.
-        overrides: what departs from the file, as `kvq.build_method` takes it.
-    """
-
-    name: str
-    bits: Any = 3
-    overrides: tuple[str, ...] = ()
-
-    def build(self, head_dim: int = 128) -> Method:
-        """The method for heads of `head_dim` channels. Raises: as `kvq.build_method`."""
-        return build_method(self.name, self.bits, head_dim, self.overrides)
-
-    def build_for(self, model: nn.Module) -> Method:
-        """The method for a model of transformers. Raises: as `kvq.method_for`."""
-        return method_for(model, self.name, self.bits, self.overrides)
 
 
 class _Caches:
@@ -277,7 +91,7 @@ class _Caches:
 @contextmanager
 def quantize(
     model: nn.Module,
-    method: str | Preset | Method,
+    method: str | Method,
     bits: Any = 3,
     *,
     overrides: Sequence[str] = (),
@@ -295,9 +109,8 @@ def quantize(
 
     Args:
         model: a causal LM of transformers (docs/models.md).
-        method: a name; a call of a method (`kvq.methods.KIVI(bits=2)`), which has its own bits; or a method that is
-            built, such as one with its calibration (`kvq.calibrate`, `kvq.bind_calibration`). The last two come without
-            `overrides`.
+        method: a name, or a method that is built, such as one with its calibration (`kvq.calibrate`,
+            `kvq.bind_calibration`), which comes without `overrides`.
         bits, overrides: as `kvq.build_method`.
         attention, dtype, quantized_prefill: as `KVCache`. With the last, also one forward reads quantized blocks.
 
@@ -308,10 +121,8 @@ def quantize(
         ConfigError, Unsupported: as `kvq.build_method` and `KVCache`, such as for a calibrated method without tables.
     """
     if overrides and not isinstance(method, str):
-        raise ConfigError("quantize: overrides belong to a method by name, not to a call or to one that is built")
-    if isinstance(method, str):
-        method = Preset(method, bits, tuple(overrides))
-    chosen = method.build_for(model) if isinstance(method, Preset) else method
+        raise ConfigError("quantize: overrides belong to a method by name, not to one that is built")
+    chosen = method_for(model, method, bits, overrides) if isinstance(method, str) else method
     plain = unwrapped(model)
     check_unrotated(plain.config.get_text_config())
     settings: Any = {"attention": attention, "dtype": dtype, "quantized_prefill": quantized_prefill}

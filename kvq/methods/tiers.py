@@ -18,7 +18,7 @@ from kvq.codecs import BlockRun, Codec, Growable, Packed, TokenTiers, pack, unpa
 from kvq.codecs.packed import pack_tokens, unpack_tokens
 from kvq.codecs.split import TIER_BITS
 from kvq.codecs.stages import Rope
-from kvq.errors import ConfigError
+from kvq.errors import ConfigError, require
 from kvq.methods.mixed_precision import DeferredSide, MixedPrecision, PlannedLayer
 
 Tiers = UInt8[Tensor, "batch heads tokens"]
@@ -28,9 +28,9 @@ States = Float[Tensor, "batch heads tokens head_dim"]
 class AdaptiveTiers(MixedPrecision):
     """Gives a token the tier of the attention that it has received lately, and moves it as that changes.
 
-    A token's score is the exponential mean of its weights, over the queries that could see it (the mean of the query
-    heads of a KV head, each KV head on its own). Tiers are chosen when a block leaves full precision: for its tokens,
-    and anew for all tokens before it. A token that moves is decoded and encoded again; what was lost stays lost.
+    A token's score is the exponential mean of its weights over the queries that could see it, for each KV head. Tiers
+    are chosen when a block leaves full precision: for its tokens, and anew for all before it. A token that moves is
+    decoded and encoded again; what was lost stays lost.
 
     Args:
         decay: share of the mean that each further query leaves as it is.
@@ -52,9 +52,8 @@ class AdaptiveTiers(MixedPrecision):
         hysteresis: float | int = 0.25,
         every_step: bool = False,
     ) -> None:
-        for setting, given in (("decay", decay), ("hysteresis", hysteresis)):
-            if not 0 <= given < 1:
-                raise ConfigError(f"{setting}={given}: a share, 0 to below 1")
+        require(0 <= decay < 1, "decay", decay, "a share, 0 to below 1")
+        require(0 <= hysteresis < 1, "hysteresis", hysteresis, "a share, 0 to below 1")
         if not thresholds or min(thresholds) <= 0 or any(a <= b for a, b in itertools.pairwise(thresholds)):
             raise ConfigError(f"thresholds={list(thresholds)}: positive and falling, one less than there are tiers")
         self.decay, self.thresholds, self.relative, self.hysteresis = decay, list(thresholds), relative, hysteresis

@@ -102,9 +102,9 @@ class Inputs:
     @property
     def names(self) -> tuple[str, str]:
         """Names of the inputs, different for different ones: the model on its device, and the text as tokens."""
-        merged = self.config.method.merge_rotation, self.config.method.merge_key_rotation
+        merged = self.config.method.merge_rotation
         return (
-            repr((self.config.device, self._model_name, self.config.cache_dtype, self.config.cache.mla, *merged)),
+            repr((self.config.device, self._model_name, self.config.cache_dtype, self.config.cache.mla, merged)),
             repr((self.config.dataset, self._model_name, self.tokens.fingerprint)),
         )
 

@@ -37,9 +37,7 @@ _IMPLIED: Final = {
     "sink_tokens": "SinkSide",
     "gqa_compensation": "GqaCompensation",
     "merge_rotation": "MergedRotation",
-    "merge_key_rotation": "MergedRotation",
     "kept_keys": "KeptSide",
-    "backend": "BackendConfig",
     "calibration": "CalibrationConfig",
 }
 _LONG_TRELLIS: Final = 8  # bits of a state, above which a trellis is one

@@ -68,7 +68,7 @@ def scoring_bounds(method: Method, length: int, chunk: int | None = None) -> Bou
     cuts = {0, length}
     if steps(method):
         cuts |= set(range(length))
-    elif method.backend is not None:  # transformers' caches flush after the first token, then after every `size`
+    elif method.replaces_layers:  # transformers' caches flush after the first token, then after every `size`
         cuts |= set(range(1, length, max(method.residual.key.size, 1)))
     else:
         sides = zip((method.key, method.value), _sides(method.residual), strict=True)

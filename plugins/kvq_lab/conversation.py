@@ -121,7 +121,7 @@ def _unchanged_bytes(prefix: KVCache, method: Method) -> int:
     """Bytes of a cache that no later token changes: all of it in full precision, else what is packed once for all."""
     if method.is_full_precision:
         return prefix.nbytes
-    return 0 if method.backend is not None or prefix.recompression is not None else prefix.packed_bytes
+    return 0 if method.replaces_layers or prefix.recompression is not None else prefix.packed_bytes
 
 
 def measure(inputs: Inputs, method: Method, baseline: Baseline | None, journal: Journal) -> Measurement:

@@ -41,7 +41,7 @@ _UNITS = {
 def engine_command(config: Config) -> str:
     """The engine's command or arguments for a method's format."""
     method = config.method
-    if method.backend is not None:
+    if "backend" in method.policies:
         return _transformers_arguments(config)
     if method.serve is None:
         raise Unsupported(
@@ -102,14 +102,14 @@ def _check_preset(config: Config) -> None:
 
 def _transformers_arguments(config: Config) -> str:
     """The call of `generate` with transformers' quantized cache."""
-    backend, residual = config.method.backend, config.residual
+    backend, residual = config.method.policies["backend"], config.residual
     size = residual.size if residual.size is not None else config.method.residual.size
     if config.method.bits_by_layer or any(config.method.full_precision_layers.values()):
         raise Unsupported(f"method={config.method.name}: transformers' quantized cache stores all layers alike")
     settings = {
-        "backend": backend.name,
-        "nbits": backend.bits,
-        "q_group_size": backend.group_size,
+        "backend": backend["name"],
+        "nbits": backend["bits"],
+        "q_group_size": backend["group_size"],
         "residual_length": size,
     }
     return f'model.generate(..., cache_implementation="quantized", cache_config={json.dumps(settings)})'

@@ -41,7 +41,7 @@ def check(inputs: Inputs, method: Method) -> None:
     """Raise `Unsupported` for a method whose cache no file holds, `ConfigError` for windows the model cannot take."""
     task: ReuseConfig = inputs.config.task
     inputs.check_context(task.context)
-    if method.backend is not None:
+    if method.replaces_layers:
         raise Unsupported(f"task=reuse: method={method.name} is transformers' cache, which has no form in a file")
     check_prefill(method, task.prefill)
     _import_zstandard()

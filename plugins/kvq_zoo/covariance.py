@@ -9,7 +9,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from kvq.codecs.calibrated import Moments, States, Tables
-from kvq.codecs.calibrated_rotations import TableRotation
+from kvq.codecs.fitted import TableRotation
 from kvq.codecs.rotations import eigenvectors, hadamard_matrix
 from kvq.codecs.stages import Side, Stage
 from kvq.errors import require

@@ -10,7 +10,7 @@ from jaxtyping import Float, Int
 from torch import Size, Tensor
 
 from kvq.codecs.calibrated import Calibrated, States, Tables
-from kvq.codecs.calibrated_rotations import TableRotation
+from kvq.codecs.fitted import TableRotation
 from kvq.codecs.packed import pack_parts, unpack_parts
 from kvq.codecs.quantizers import Parts, Quantizer
 from kvq.codecs.rotations import eigenvectors

@@ -10,15 +10,13 @@ from transformers import LlamaForCausalLM
 
 import kvq
 from kvq.cache import KVCache
-from kvq.config.method import BITS
 from kvq.errors import Unsupported
 from kvq.methods.kept_keys import KeptKeys
 from kvq.methods.method import Method
-from kvq.methods.transformers_caches import is_installed
 from kvq.models.load import LoadedModel
 from tests.cache.states import nearest_bits
 from tests.calibrated import bound, keeping, random_states
-from tests.presets import NAMES
+from tests.presets import NAMES, lacks_package
 from tests.random_models import VOCABULARY, in_double_precision, llama
 
 REFUSED = ["h2o", "snapkv", "streamingllm", "ott", "zipcache", "quanto", "hqq", "kvtc/all_layers"]
@@ -114,13 +112,13 @@ def test_prompt_lookup_is_greedy(model, given):
 
 def lasts(method: Method) -> bool:
     """What comes moves or changes tokens that are already held, or is encoded with the states of all layers."""
-    policies = method.policy("token_policy"), method.policy("eviction"), method.backend
+    policies = method.policy("token_policy"), method.policy("eviction"), method.policy("backend")
     return method.joins_layers or any(policies)
 
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_cannot_be_taken_back_is_refused_at_once(model, name):
-    if name in BITS and not is_installed(name):
+    if lacks_package(name):
         pytest.skip(f"needs the extra [{name}]")
     check_refused(model, built(name), prompt(0))
 
@@ -130,7 +128,7 @@ def test_what_cannot_be_taken_back_is_refused_at_once(model, name):
 @pytest.mark.parametrize("name", NAMES)
 def test_every_preset_over_fifty_prompts(monkeypatch, name):
     """One layer, and four tokens where not ten: `test_prompt_lookup_is_greedy` has two layers."""
-    if name in BITS and not is_installed(name):
+    if lacks_package(name):
         pytest.skip(f"needs the extra [{name}]")
     layers = layers_for(name) if name in REFUSED else 1
     model = in_double_precision(LoadedModel(llama(layers), torch.device("cpu")), monkeypatch).model

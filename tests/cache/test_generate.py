@@ -7,16 +7,14 @@ import torch
 
 import kvq
 from kvq.cache import KVCache
-from kvq.config.method import BITS
-from kvq.methods.transformers_caches import is_installed
 from tests.cache.states import nearest_bits, quantizes
 from tests.calibrated import bound, random_states
 from tests.presets import METHODS as EVERY
+from tests.presets import lacks_package
 from tests.random_models import llama, token_ids
 
 METHODS = [
-    pytest.param(name, marks=pytest.mark.skipif(name in BITS and not is_installed(name), reason=f"extra [{name}]"))
-    for name in EVERY
+    pytest.param(name, marks=pytest.mark.skipif(lacks_package(name), reason=f"extra [{name}]")) for name in EVERY
 ]
 
 

@@ -13,22 +13,21 @@ from transformers import Gemma2Config, Gemma2ForCausalLM
 import kvq
 from kvq.cache import KVCache
 from kvq.config import ModelConfig
-from kvq.config.method import BITS
 from kvq.errors import ConfigError, Unsupported
 from kvq.kernels import attend
-from kvq.methods.transformers_caches import is_installed
 from kvq.models.load import LoadedModel, load_model
 from tests import presets
 from tests.cache.states import nearest_bits
 from tests.calibrated import bound, random_states
 from tests.kernels import oracle
+from tests.presets import LIBRARIES, lacks_package
 from tests.random_models import in_double_precision, llama, token_ids
 
 BOTH_WAYS = ("kivi", "nsn", "nsnquant")
 JOINT = ["kvtc", "waterfill", "waterfill_kv"]  # with tables of a calibration, and first tokens in full precision
 METHODS = [name for name in presets.METHODS if name not in JOINT]
 REFUSED = {name: f"eviction of {name}" for name in ("h2o", "snapkv", "streamingllm")} | {"qjl": "first_layers of qjl"}
-REFUSED |= {name: f"token_policy of {name}" for name in ("ott", "zipcache")} | dict.fromkeys(BITS, "backend of")
+REFUSED |= {name: f"token_policy of {name}" for name in ("ott", "zipcache")} | dict.fromkeys(LIBRARIES, "backend of")
 REFUSED |= {"kitty": "method=kitty has sink_tokens"}
 """Methods that are more than codecs behind a residual; codes that it does not read are in tests/kernels/test_eager."""
 
@@ -67,7 +66,7 @@ def steps(model, chosen, tokens, prompt=20, **settings):
     ],
 )
 def test_same_logits_as_dense(name, way, monkeypatch):
-    if name in BITS and not is_installed(name):
+    if lacks_package(name):
         pytest.skip(f"needs the extra [{name}]")
     model = exact(llama(), monkeypatch)
     model.set_attn_implementation(way)

@@ -12,19 +12,18 @@ import torch
 from torch import Tensor
 
 from kvq import KVCache, build_method
-from kvq.config.method import BITS
 from kvq.errors import DataError, Unsupported
 from kvq.methods.method import Method
 from tests.cache.states import nearest_bits
 from tests.calibrated import bound, keeping, random_states
 from tests.golden.methods import METHODS, fitting, missing
-from tests.presets import one_of_each
+from tests.presets import LIBRARIES, one_of_each
 from tests.random_models import llama, token_ids
 
 LAYERS, HEADS = 3, 2
 PROMPT, CHUNK = 150, 110
 """A block of 128 tokens has left full precision where a file is written, and the next one leaves behind it."""
-OWN = sorted(set(METHODS) - set(BITS))
+OWN = sorted(set(METHODS) - set(LIBRARIES))
 
 
 @functools.cache
@@ -97,7 +96,7 @@ def test_loaded_forked_and_decoded_caches_go_on_bit_for_bit(name: str, tmp_path:
     assert (cache.get_seq_length(), cache.nbytes) == (0, 0)
 
 
-@pytest.mark.parametrize("name", sorted(BITS))
+@pytest.mark.parametrize("name", sorted(LIBRARIES))
 def test_caches_of_transformers_are_refused(name: str, tmp_path: Path) -> None:
     if missing(name):
         pytest.skip(f"needs {name}")

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 import kvq
 from kvq.calibration.budget import Demand, collect_joint, demand_of, fit_sharing, joint_parts, predicted, shared_out
-from kvq.calibration.collect import collect
-from kvq.calibration.files import bind
+from kvq.calibration.collect import collect_states
+from kvq.calibration.files import bind_tables
 from kvq.calibration.fit import calibrate
 from kvq.codecs import Codec, FisherTransform, JointMoments, ScalarQuantizer, Stage, TokenNorm, bind_codec
 from kvq.codecs.components import scalar_errors
@@ -262,8 +262,8 @@ def test_forward_matrices_are_folded_into_the_weights() -> None:
     assert set(forward) == {f"key.{layer}.transform.folded_forward" for layer in range(2)}
     counted = sum(table.nbytes for table in found.tensors.values()) - sum(table.nbytes for table in forward.values())
     assert found.nbytes == counted
-    bound = bind(method, found, weights_name(loaded.model), found.head_dims)
-    kept = collect(loaded, windows[:1], None, False, 0)
+    bound = bind_tables(method, found, weights_name(loaded.model), found.head_dims)
+    kept = collect_states(loaded, windows[:1], None, False, 0)
     hidden: dict[int, torch.Tensor] = {}
     for layer, block in enumerate(loaded.model.model.layers):  # type: ignore[union-attr, arg-type]
         block.input_layernorm.register_forward_hook(lambda _, __, out, at=layer: hidden.update({at: out[0]}))
@@ -289,7 +289,7 @@ def test_moments_are_those_of_kept_states() -> None:
     """Against states and gradients that were kept, keys turned back; the first tokens of a window do not count."""
     loaded = LoadedModel(llama().double(), torch.device("cpu"))
     windows = token_ids(24, batch=2)
-    kept = collect(loaded, windows, None, True, 0)
+    kept = collect_states(loaded, windows, None, True, 0)
     found = collect_joint(loaded, windows, left_out=3)
     chosen = torch.arange(48).view(2, 24)[:, 3:].flatten()
     for (side, layer), moments in found.items():
@@ -312,7 +312,7 @@ def test_moments_of_keys_with_values() -> None:
     """Those of each side are blocks of them; the blocks between are those of states and gradients that were kept."""
     loaded = LoadedModel(llama().double(), torch.device("cpu"))
     windows = token_ids(24, batch=2)
-    kept, apart = collect(loaded, windows, None, True, 0), collect_joint(loaded, windows, left_out=0)
+    kept, apart = collect_states(loaded, windows, None, True, 0), collect_joint(loaded, windows, left_out=0)
     found = collect_joint(loaded, windows, left_out=0, both=True)
     assert set(found) == {("both", layer) for layer in kept}
     for layer, states in kept.items():

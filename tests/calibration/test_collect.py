@@ -10,9 +10,9 @@ from sklearn.covariance import ledoit_wolf, ledoit_wolf_shrinkage
 from torch import Tensor
 
 import kvq
-from kvq.calibration.budget import Sums
-from kvq.calibration.collect import LOGIT_CHUNK, collect, loss
-from kvq.calibration.files import Calibration, bind
+from kvq.calibration.budget import MomentSums
+from kvq.calibration.collect import LOGIT_CHUNK, collect_states, compute_loss
+from kvq.calibration.files import Calibration, bind_tables
 from kvq.calibration.fit import calibrate
 from kvq.codecs import FisherTransform
 from kvq.codecs.second_moments import ledoit_wolf as share_of
@@ -57,7 +57,7 @@ def test_gradients_are_those_of_autograd_before_rope() -> None:
     loaded = random_llama()
     loaded.model.double()
     windows = token_ids(LENGTH, batch=2)
-    states = collect(loaded, windows, None, gradients=True, seed=0)
+    states = collect_states(loaded, windows, None, gradients=True, seed=0)
     assert sorted(states) == [0, 1]
     for sample, window in enumerate(windows):
         expected = naive(loaded.model, window)
@@ -81,17 +81,17 @@ def test_gradients_are_those_of_autograd_before_rope() -> None:
 def test_the_loss_is_that_of_the_model() -> None:
     loaded, tokens = random_llama(), token_ids(60)[0]
     expected = torch.nn.functional.cross_entropy(loaded.model(tokens[None]).logits[0, :-1], tokens[1:], reduction="sum")
-    found = loss(loaded, tokens, lambda _index, key, value: (key, value), backward=False)
+    found = compute_loss(loaded, tokens, lambda _index, key, value: (key, value), backward=False)
     assert found == pytest.approx(float(expected), rel=1e-5)
     assert torch.is_grad_enabled()
 
 
 def test_so_many_tokens_are_kept_the_same_in_every_layer_and_each_time() -> None:
     loaded, windows = random_llama(), token_ids(64, batch=3)
-    whole = collect(loaded, windows, None, gradients=False, seed=0)
-    some = collect(loaded, windows, 30, gradients=False, seed=0)
-    again = collect(loaded, windows, 30, gradients=False, seed=0)
-    other = collect(loaded, windows, 30, gradients=False, seed=1)
+    whole = collect_states(loaded, windows, None, gradients=False, seed=0)
+    some = collect_states(loaded, windows, 30, gradients=False, seed=0)
+    again = collect_states(loaded, windows, 30, gradients=False, seed=0)
+    other = collect_states(loaded, windows, 30, gradients=False, seed=1)
     for index, layer in some.items():
         assert layer.key.shape == (2, 30, 32)
         assert not layer.gradients
@@ -107,7 +107,7 @@ def test_states_that_are_not_numbers_are_refused_by_layer() -> None:
     loaded = random_llama()
     loaded.model.model.layers[1].self_attn.v_proj.weight.data[0, 0] = float("nan")
     with pytest.raises(DataError, match="layer 1: NaN or infinite values"):
-        collect(loaded, token_ids(16, batch=1), None, gradients=False, seed=0)
+        collect_states(loaded, token_ids(16, batch=1), None, gradients=False, seed=0)
 
 
 def drawn(heads: int, tokens: int, dim: int, seed: int, spread: float) -> torch.Tensor:
@@ -118,8 +118,8 @@ def drawn(heads: int, tokens: int, dim: int, seed: int, spread: float) -> torch.
     return x @ torch.randn(dim, dim, generator=generator, dtype=torch.float64)
 
 
-def summed(states: torch.Tensor, gradients: torch.Tensor, lengths: list[int]) -> Sums:
-    sums = Sums()
+def summed(states: torch.Tensor, gradients: torch.Tensor, lengths: list[int]) -> MomentSums:
+    sums = MomentSums()
     for x, g in zip(states.split(lengths, 2), gradients.split(lengths, 2), strict=True):
         sums.see(x, None, torch.arange(x.shape[2]))
         sums.see_gradient(g, None, torch.arange(x.shape[2]))
@@ -184,7 +184,7 @@ DIM = 32
 def fitted(loaded: LoadedModel, method: Method, windows: Tensor) -> tuple[Method, Calibration]:
     settings = CalibrationConfig(samples=len(windows), length=windows.shape[1])
     found = calibrate(loaded, method, windows, settings)
-    return bind(method, found, weights_name(loaded.model), found.head_dims), found
+    return bind_tables(method, found, weights_name(loaded.model), found.head_dims), found
 
 
 @pytest.mark.parametrize(

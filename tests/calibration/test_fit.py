@@ -14,7 +14,7 @@ import kvq
 from kvq.calibration import files
 from kvq.calibration import text as text_module
 from kvq.calibration.files import file_of
-from kvq.calibration.text import calibration_text, dataset_of, text_of
+from kvq.calibration.text import calibration_text, dataset_of, load_text
 from kvq.cli import main
 from kvq.config import compose, resolve
 from kvq.config.method import CalibrationConfig
@@ -90,21 +90,15 @@ def test_the_same_bytes_again_and_reused(name: str, given: list[str], tmp_path: 
     assert one.stat().st_mtime_ns == stamp
 
 
-def test_a_fitted_layer_is_read_again_unless_its_file_is_damaged(tmp_path: Path) -> None:
-    tables = {"key.3.quantizer.centroids": torch.randn(2, 3, 4, generator=torch.Generator().manual_seed(0))}
-    layers = files.Layers(tmp_path / "name.safetensors")
-    assert layers.fitted(3, lambda: tables) is tables
-    assert layers.fitted(4, dict) == {}
-    (file,) = tmp_path.iterdir()
-    again = files.Layers(tmp_path / "name.safetensors")
-    found = again.fitted(3, dict)
-    assert list(found) == list(tables)
-    assert torch.equal(found["key.3.quantizer.centroids"], tables["key.3.quantizer.centroids"])
-    assert again.earlier > 0
-    file.write_bytes(file.read_bytes()[:-4])
-    assert again.fitted(3, lambda: tables) is tables
-    again.remove()
-    assert not list(tmp_path.iterdir())
+def test_a_damaged_calibration_is_made_again(given: list[str], tmp_path: Path) -> None:
+    small = [f"method.{side}.quantizer.{name}" for side in ("key", "value") for name in ("iterations=2", "code_bits=4")]
+    run = [*given, "method=cq", *small, f"results_dir={tmp_path}"]
+    assert main(run) == 0
+    (one,) = calibrations(tmp_path)
+    whole = one.read_bytes()
+    one.write_bytes(whole[:100])
+    assert main([*run, "force=true"]) == 0
+    assert one.read_bytes() == whole
 
 
 def test_what_decides_a_calibration_is_in_its_name_and_in_the_key(given: list[str]) -> None:
@@ -119,7 +113,7 @@ def test_what_decides_a_calibration_is_in_its_name_and_in_the_key(given: list[st
     assert name("method.key.quantizer.qnorm=true") != base
     assert name("bits=3") != base
     fingerprints = {
-        text_of(inputs_of([*given, "method=kvquant"], f"method.calibration.seed={i}")).fingerprint for i in (0, 1)
+        load_text(inputs_of([*given, "method=kvquant"], f"method.calibration.seed={i}")).fingerprint for i in (0, 1)
     }  # type: ignore[union-attr]
     assert len(fingerprints) == 2
 
@@ -192,7 +186,7 @@ def test_a_mixture_has_windows_of_each_text(given: list[str], tmp_path: Path) ->
 
     def windows(dataset: str, samples: int, *more: str) -> torch.Tensor:
         own = [f"method.calibration.dataset={dataset}", f"method.calibration.samples={samples}", *more]
-        text = text_of(inputs_of([*run, "method.calibration.path=null"], *own))
+        text = load_text(inputs_of([*run, "method.calibration.path=null"], *own))
         assert text is not None
         return text.windows
 
@@ -228,7 +222,7 @@ def test_a_calibration_takes_the_first_documents_of_a_web_text(
     monkeypatch.setattr(datasets, "load_dataset", answer)
     Inputs._held.clear()
     run = [*given, "method=waterfill", "method.calibration.path=null", "method.calibration.dataset=fineweb_edu"]
-    text = text_of(inputs_of(run))
+    text = load_text(inputs_of(run))
     assert text is not None
     assert asked == [
         (("HuggingFaceFW/fineweb-edu", "sample-10BT"), {"data_files": None, "split": "train", "streaming": True})
@@ -257,10 +251,10 @@ def test_a_text_is_tokenized_once_for_calibrations_of_all_sizes(
     monkeypatch.setattr(text_module, "load_tokens", counted)
     Inputs._held.clear()
     sizes = [[], ["method.calibration.samples=2"], ["method.calibration.seed=5"], ["method.calibration.length=48"], []]
-    found = [text_of(inputs_of([*given, "method=kvquant"], *size)).fingerprint for size in sizes]  # type: ignore[union-attr]
+    found = [load_text(inputs_of([*given, "method=kvquant"], *size)).fingerprint for size in sizes]  # type: ignore[union-attr]
     assert (len(loads), len(set(found)), found[0] == found[-1]) == (1, 4, True)
     Inputs._held.clear()
-    again = text_of(inputs_of([*given, "method=kvquant"], *sizes[3]))
+    again = load_text(inputs_of([*given, "method=kvquant"], *sizes[3]))
     assert again is not None
     assert again.fingerprint == found[3]
 

@@ -13,6 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kvq.codecs.lloyd_max import cells
+
 FP16 = 2.0**-11
 """Largest relative error of rounding a normal number to fp16."""
 
@@ -141,3 +143,14 @@ def merged(weights: list[float]) -> float:
         total += joined
         heapq.heappush(heap, joined)
     return total
+
+
+def cell_probabilities(levels: np.ndarray, dim: int) -> np.ndarray:
+    """Probability of each level of a symmetric codebook, lowest first, given its positive levels `levels`."""
+    half, _ = cells(levels, dim)
+    return np.concatenate([half[::-1], half])
+
+
+def level_error(levels: np.ndarray, dim: int) -> float:
+    """E|x - x̂|² / E|x|² of unit vectors whose coordinates take these levels: 1 - dim · Σ p c²."""
+    return float(1 - 2 * dim * (cells(levels, dim)[0] * levels**2).sum())

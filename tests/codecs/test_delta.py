@@ -15,8 +15,8 @@ from kvq.codecs import (
     TokenNorm,
     optimal_levels,
 )
-from kvq.codecs.lloyd_max import relative_mse
 from kvq.errors import Unsupported
+from tests.codecs.oracles import level_error
 
 DIM = 64
 
@@ -103,7 +103,7 @@ def test_the_error_of_the_inner_product_form_is_that_of_its_codes_times_that_of_
         held = [DeltaQuantizer(inner(InnerProductQuantizer(bits, seed=seed))) for seed in range(50, 62)]
         held[0].check(DIM)
         mean = sum(one.relative_error(DIM) for one in held) / len(held)
-        codes = relative_mse(optimal_levels(bits - 1, DIM), DIM)
+        codes = level_error(optimal_levels(bits - 1, DIM), DIM)
         assert mean == pytest.approx((math.pi / 2 - 1 / DIM) * codes, rel=0.05)
 
 

@@ -67,7 +67,7 @@ def stored_with_keys(name):
     return (config(name).value or {}).get("_target_") == "kvq.codecs.StoredWithKeys"
 
 
-# A backend has no codec; tests/methods/test_transformers_caches.py holds its layers to that. Eviction has none either.
+# A backend has no codec (plugins/kvq_zoo/tests/test_library_caches.py holds its layers), and eviction has none.
 CODED = [name for name in METHODS if config(name).key is not None and not stored_with_keys(name)]
 QUANTIZING = [name for name in CODED if bits_range(name) is not None]
 GROUPS = ["own", 5, 16, "null"]

@@ -20,11 +20,11 @@ from kvq.codecs import (
     UniformQuantizer,
     VectorQuantizer,
 )
-from kvq.codecs.lloyd_max import cell_probabilities, optimal_levels
+from kvq.codecs.lloyd_max import optimal_levels
 from kvq.codecs.variable_length import entropy
 from kvq.results.metrics import METRICS
 from kvq.tasks.measurement import STORED, storage_metrics
-from tests.codecs.oracles import merged
+from tests.codecs.oracles import cell_probabilities, merged
 from tests.properties import examples
 from tests.random_models import llama, token_ids
 

@@ -20,9 +20,9 @@ from kvq.codecs import (
     TokenNorm,
     optimal_levels,
 )
-from kvq.codecs.lloyd_max import Start, codebook, density, levels_from, partial_mean, relative_mse, tail
+from kvq.codecs.lloyd_max import Start, codebook, density, levels_from, partial_mean, tail
 from tests.calibrated import fitted
-from tests.codecs.oracles import block
+from tests.codecs.oracles import block, level_error
 from tests.properties import examples
 
 MSE_128 = {1: 0.3609, 2: 0.1160, 3: 0.03397, 4: 0.009315, 5: 0.002451, 6: 0.000630, 7: 0.0001598, 8: 0.0000402}
@@ -31,7 +31,7 @@ MSE_128 = {1: 0.3609, 2: 0.1160, 3: 0.03397, 4: 0.009315, 5: 0.002451, 6: 0.0006
 
 @pytest.mark.parametrize("bits", MSE_128)
 def test_errors_at_128_channels(bits):
-    error = relative_mse(optimal_levels(bits, 128), 128)
+    error = level_error(optimal_levels(bits, 128), 128)
     assert error == pytest.approx(MSE_128[bits], rel=0.005)
     assert error <= math.sqrt(3) * math.pi / 2 * 4.0**-bits
 

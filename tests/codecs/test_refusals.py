@@ -94,7 +94,7 @@ WRONG = {
     "block=0: at least 1": lambda: Hadamard(block=0),
     "interleaved=true: with block=": lambda: Hadamard(interleaved=True),
     "levels=full: of a symmetric grid": lambda: uniform(4, levels="full"),
-    "fixed_scale: of a symmetric grid": lambda: uniform(4, fixed_scale=1.0),
+    "fixed_scale=1.0: of a symmetric grid": lambda: uniform(4, fixed_scale=1.0),
     "zero_point=code: with scale_dtype": lambda: uniform(4, zero_point="code"),
     "rounding=evn: one of even, up": lambda: uniform(4, rounding="evn"),
     "group_size=64: at least 1, with scale=token": lambda: Float8Quantizer(scale="none", group_size=64),

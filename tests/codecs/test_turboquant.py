@@ -15,8 +15,8 @@ from kvq.codecs import (
     RandomRotation,
     TokenNorm,
 )
-from kvq.codecs.lloyd_max import optimal_levels, relative_mse, sketch_constant, sketch_matrix
-from tests.codecs.oracles import block
+from kvq.codecs.lloyd_max import optimal_levels, sketch_constant, sketch_matrix
+from tests.codecs.oracles import block, level_error
 
 MSE = {1: 0.3609, 2: 0.1160, 3: 0.03397}
 CPU = torch.device("cpu")
@@ -63,7 +63,7 @@ def test_variance_of_the_estimate(bits):
 def test_the_printed_bound_of_the_variance(bits):
     """Var <q, x̂> <= √3 π² |q|² 4^-b / D (KVQuant++, section 2.1): by the optimal levels' error at b - 1 bits."""
     for dim in (8, 64, 128):
-        variance = (math.pi / 2 - 1 / dim) * relative_mse(optimal_levels(bits - 1, dim), dim) / dim
+        variance = (math.pi / 2 - 1 / dim) * level_error(optimal_levels(bits - 1, dim), dim) / dim
         assert variance <= math.sqrt(3) * math.pi**2 * 4.0**-bits / dim
 
 

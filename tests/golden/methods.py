@@ -9,21 +9,20 @@ import torch
 from torch import Tensor
 
 from kvq.cache import KVCache
-from kvq.calibration.files import bind
+from kvq.calibration.files import bind_tables
 from kvq.calibration.fit import calibrate
 from kvq.config import compose, resolve
 from kvq.config.identity import canonical
-from kvq.config.method import BITS, CalibrationConfig
+from kvq.config.method import CalibrationConfig
 from kvq.methods.build import method_of
 from kvq.methods.method import Method
-from kvq.methods.transformers_caches import is_installed
 from kvq.models.load import LoadedModel
 from kvq.models.weights import weights_name
 from kvq.results.versions import versions_of
 from tests.cache.states import nearest_bits
 from tests.calibrated import keeping
 from tests.golden.held import AMPLIFYING, LAYERS, SIDES, Golden
-from tests.presets import NAMES
+from tests.presets import NAMES, lacks_package
 from tests.random_models import llama, token_ids
 
 _TWINS = (
@@ -45,7 +44,7 @@ SUMMED = 3
 
 def missing(name: str) -> str | None:
     """The package that a method needs and that is not installed."""
-    return name if name in BITS and not is_installed(name) else None
+    return name if lacks_package(name) else None
 
 
 @torch.no_grad()
@@ -110,7 +109,7 @@ def _ready(method: Method, loaded: LoadedModel, settings: CalibrationConfig) -> 
     windows = token_ids(short.length, seed=2, batch=short.samples)
     with torch.enable_grad():
         found = calibrate(loaded, method, windows, short)
-    return bind(method, found, weights_name(loaded.model), [loaded.model.config.head_dim] * LAYERS)
+    return bind_tables(method, found, weights_name(loaded.model), [loaded.model.config.head_dim] * LAYERS)
 
 
 def _keep_what_is_read(

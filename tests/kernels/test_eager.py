@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 import kvq
 import kvq.kernels
 from kvq.codecs import Codec, Hadamard, TokenNorm, UniformQuantizer, rope_table
-from kvq.config.method import BITS
 from kvq.errors import Unsupported
 from kvq.kernels import PackedStates, build_linear_chain, pieces, time_steps
 from kvq.kernels.eager import STEPS, attend
@@ -19,7 +18,7 @@ from kvq.kernels.pieces import TILE
 from tests.cache.states import nearest_bits
 from tests.calibrated import build
 from tests.kernels import oracle
-from tests.presets import NAMES, one_of_each
+from tests.presets import LIBRARIES, NAMES, one_of_each
 from tests.properties import examples
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2e-3, torch.float16: 2e-3}
@@ -97,7 +96,7 @@ REFUSED |= {
 REFUSED |= {"kvquant_plus_plus/tiers": "codes of TokenTiers", "waterfill_kv": "values that are stored with keys"}
 REFUSED |= {"waterfill/kv_small": REFUSED["waterfill_kv"]}
 REFUSED |= {name: FAMILIES[family] for name in NAMES if (family := name.partition("/")[0]) in FAMILIES}
-NAMES = [name for name in NAMES if name not in BITS]  # other libraries' caches have no codecs
+NAMES = [name for name in NAMES if name not in LIBRARIES]  # other libraries' caches have no codecs
 
 
 def query(heads, dim, batch=1, dtype=torch.float32, seed=9):

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from kvq.cache import KVCache
-from kvq.calibration.files import bind
+from kvq.calibration.files import bind_tables
 from kvq.calibration.fit import calibrate, weights_name
 from kvq.codecs import HeadsCodec
 from kvq.config import compose, resolve
@@ -13,8 +13,6 @@ from kvq.config.identity import canonical, names
 from kvq.config.method import CalibrationConfig
 from kvq.errors import ConfigError, KvqError, Unsupported
 from kvq.methods.build import build_method
-from kvq.methods.transformers_caches import is_installed
-from kvq.models.layers import kv_layers_of
 from kvq.models.load import LoadedModel
 from kvq.results import run_key
 from kvq.results.versions import versions_of_method
@@ -68,7 +66,7 @@ def test_calibrated_layers_are_fitted_at_their_bits():
         method = build_method("kvquant", bits=3, head_dim=32, overrides=overrides)
         with torch.enable_grad():
             tables[name] = calibrate(loaded, method, windows, settings)
-        bound = bind(method, tables[name], weights_name(model), [32] * 3)
+        bound = bind_tables(method, tables[name], weights_name(model), [32] * 3)
         bits = [bound.codec("key", layer, 3).quantizer.bits for layer in range(3)]
         assert bits == ([2, 3, 4] if name == "mixed" else [3, 3, 3])
     mixed, alone = (tables[name].tensors for name in ("mixed", "alone"))
@@ -145,15 +143,6 @@ def test_a_cache_of_heads_is_read_again(tmp_path):
         found = [layer.update(keys[:, :, 100:], values[:, :, 100:]) for layer in (ours, theirs)]
         for one, other in zip(*found, strict=True):
             assert torch.equal(one, other)
-
-
-def test_a_backend_of_transformers_has_bits_by_layer():
-    if not is_installed("quanto"):
-        pytest.skip("needs the extra [quanto]")
-    method = build_method("quanto", overrides=["bits_by_layer.key=[2,4]", "bits_by_layer.value=[2,4]"])
-    model = llama()
-    layers = method.layers(model.config, kv_layers_of(model.config))
-    assert [layer.backend.bits for layer in layers] == [2, 4]
 
 
 def test_the_key_holds_the_bits_of_layers_and_nothing_where_they_are_alike():

@@ -2,7 +2,7 @@
 
 import itertools
 import re
-from typing import Any, get_args
+from typing import Any
 
 import pytest
 
@@ -11,7 +11,7 @@ from kvq.config import compose, resolve
 from kvq.config.identity import canonical
 from kvq.errors import KvqError, Unsupported
 from kvq.methods.build import build_method
-from kvq.methods.policies import NEEDED, Capability, Policy
+from kvq.methods.policies import NEEDED, Policy
 from kvq.results.versions import versions_of_method
 
 CHOSEN = "codecs_alone own_tokens packed_attention"
@@ -51,7 +51,7 @@ def test_what_a_method_lacks(given: str) -> None:
     name, *overrides = given.split()
     method = build_method(name, 2, 64, overrides)
     lacking = set()
-    for capability in get_args(Capability):
+    for capability in NEEDED:
         try:
             method.check_needs("somebody", capability)
         except Unsupported as error:
@@ -61,6 +61,13 @@ def test_what_a_method_lacks(given: str) -> None:
         assert re.fullmatch(rf"somebody: [a-z_= ]+ of {name} [^;]+; needs .+", told)
         assert any(told.endswith(NEEDED[capability]) for capability in lacking)
     assert lacking == set(LACKS[given].split())
+
+
+def test_policies_name_capabilities() -> None:
+    kinds = [Policy]
+    for kind in kinds:
+        kinds += kind.__subclasses__()
+        assert {*kind.needs, *kind.excludes} <= set(NEEDED), kind
 
 
 H2O = "eviction={_target_: kvq_zoo.eviction.HeavyHitters}"

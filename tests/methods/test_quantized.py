@@ -2,19 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
 from transformers import DynamicCache, GenerationConfig, PreTrainedModel
 
 import kvq
-from kvq import methods as calls
-from kvq.config import MethodConfig, compose, resolve
-from kvq.config.identity import canonical_method
 from kvq.errors import ConfigError, DataError, Unsupported
-from kvq.methods import presets
-from kvq.methods.presets import Preset
 from tests.data.byte_tokenizer import byte_tokenizer
 from tests.random_models import llama, token_ids
 
@@ -121,38 +114,3 @@ def test_what_cannot_be_is_one_line(model: PreTrainedModel) -> None:
         kvq.calibrate(model, kvq.method_for(model, "kivi", 2), "text", byte_tokenizer())
     with pytest.raises(DataError, match="fewer than one window"):
         kvq.calibrate(model, kvq.method_for(model, "cq/4c9b"), "text", byte_tokenizer())
-
-
-def test_each_method_is_a_call(model: PreTrainedModel) -> None:
-    """`kvq.calls.KIVI(...)` is the method by name with overrides; its signature is in the stub."""
-    preset = calls.KIVI(2, group_size=64, value={"clip": 0.9}, residual_size=64)
-    own = [f"{side}.quantizer.group_size=64" for side in ("key", "value")]
-    own += ["residual.size=64", "value.quantizer.clip=0.9"]
-    assert preset == Preset("kivi", 2, tuple(own))
-    assert preset.build(64).settings == kvq.build_method("kivi", 2, 64, own).settings
-    assert calls.TurboQuant(4, rotation=None).overrides == ("key.stages.rotation=null", "value.stages.rotation=null")
-    with kvq.quantize(model, preset) as used:
-        assert used.settings == preset.build(64).settings
-    with pytest.raises(ConfigError, match=r"KIVI\(groupsize\): its settings are .* Did you mean 'group_size'"):
-        calls.KIVI(groupsize=3)
-    with pytest.raises(ConfigError, match=r"NSNQuant\(value=undo_rope\)"):
-        calls.NSNQuant(value={"undo_rope": None})
-    with pytest.raises(AttributeError, match="no attribute 'KIVY'"):
-        calls.KIVY()
-    with pytest.raises(ConfigError, match="overrides belong to a method by name"):
-        kvq.quantize(model, preset, overrides=["a=1"]).__enter__()
-
-
-def of_conf(name: str, overrides: list[str]) -> MethodConfig:
-    return resolve(compose([f"method={name}", *overrides])).method
-
-
-@pytest.mark.every_plugin
-def test_calls_are_the_files_of_conf() -> None:
-    """The stub is what conf/ says today; every setting of a call is one that an override can name."""
-    assert Path(presets.__file__).with_name("__init__.pyi").read_text(encoding="utf-8") == presets.stub()
-    assert len(set(presets.names().values())) == len(presets.names())
-    for name, called in presets.names().items():
-        given = {one: default for one, _, default in presets.maker(called).keywords() if default not in (..., None, {})}
-        overrides = [f"method.{word}" for word in presets.maker(called)(**given).overrides]
-        assert canonical_method(of_conf(name, overrides)) == canonical_method(of_conf(name, [])), name

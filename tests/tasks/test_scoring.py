@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from kvq.cache import KVCache
-from kvq.config.method import BITS
 from kvq.errors import DataError, Unsupported
 from kvq.methods.build import build_method
 from kvq.methods.method import Method
@@ -18,7 +17,7 @@ from kvq.tasks.scoring import batches, cut_windows, parallel_method, score, scor
 from tests.cache.states import nearest_bits
 from tests.cache.test_assisted import built, layers_for
 from tests.golden.methods import TRUNCATED
-from tests.presets import NAMES, one_of_each
+from tests.presets import LIBRARIES, NAMES, one_of_each
 from tests.random_models import in_double_precision, llama, random_llama, token_ids
 
 
@@ -58,7 +57,7 @@ def test_nothing_kept_is_token_by_token_in_fp64(name: str, monkeypatch: pytest.M
 QUICK = ["identity", "zero", "kivi", "nsn", "nsnquant", "oscar", "gear", "kvquant/sink", "cq/kept_comma", "zipcache"]
 QUICK += ["oscar/token_scope"]
 # Of each form, without those that evict after a prompt, and truncation, which a last bit moves to another code.
-OTHERS = {name for name in one_of_each(NAMES) if isinstance(name, str)} - {*BITS, *QUICK, "fp16", "snapkv"}
+OTHERS = {name for name in one_of_each(NAMES) if isinstance(name, str)} - {*LIBRARIES, *QUICK, "fp16", "snapkv"}
 OTHERS -= {name for name in NAMES if name.startswith(("h2o/", "streamingllm/", "snapkv/"))} | {*TRUNCATED}
 
 

@@ -46,9 +46,9 @@ def reads(method: str, scoring: str, context: int, folder: Path) -> Counter[str]
     prepared = Prepared(resolve(compose(words)))
     bound = prepared.method
     if prepared.calibrates:
-        from kvq.calibration.fit import fitted
+        from kvq.calibration.fit import load_or_fit
 
-        bound, _ = fitted(prepared.inputs, bound)
+        bound, _ = load_or_fit(prepared.inputs, bound)
     measured = prepared.task.measure(prepared.inputs, bound, None, Journal())
     counting = CountReads()
     with counting:

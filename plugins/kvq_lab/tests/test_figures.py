@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from kvq.methods.merged import GqaCompensation
+from kvq.methods.policies import GqaCompensation
 from kvq.report.figures.error import bars_figure
 from kvq.results import Store
 from kvq.results.metrics import IN_FLIGHT, total_bits

@@ -13,9 +13,9 @@ import torch
 from scipy.stats import entropy
 
 from kvq.config import compose, resolve
-from kvq.config.method import BackendConfig
 from kvq.errors import ConfigError, Unsupported
 from kvq.methods.build import build_method
+from kvq.methods.policies import Policy
 from kvq.models.inputs import Inputs
 from kvq.results import Record, Store
 from kvq.runs import run
@@ -82,8 +82,10 @@ def test_sizes(made: tuple[Store, dict[str, Record]]) -> None:
 
 def test_refusals(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     inputs = Inputs(resolve(compose([*GIVEN, "method=fp16"])))
+    library = Policy()
+    library.setting = "backend"
     with pytest.raises(Unsupported, match="transformers' cache, which has no form in a file"):
-        check(inputs, replace(build_method("fp16"), backend=BackendConfig("quanto", 4, 64)))
+        check(inputs, replace(build_method("fp16"), policies=(library,)))
     with pytest.raises(ConfigError, match=r"task\.context=100096"):
         run(resolve(compose([*GIVEN, "method=fp16", "task.prefix=100064", f"results_dir={tmp_path}"])))
     with pytest.raises(ConfigError, match=r"^task\.level=23: "):

@@ -13,8 +13,8 @@ from torch import Tensor
 
 import kvq
 from kvq import KVCache
-from kvq.calibration.collect import collect
-from kvq.calibration.files import Calibration, bind
+from kvq.calibration.collect import collect_states
+from kvq.calibration.files import Calibration, bind_tables
 from kvq.calibration.fit import calibrate
 from kvq.config.method import CalibrationConfig
 from kvq.errors import DataError, Unsupported
@@ -49,7 +49,7 @@ def made(name: str = NAME, samples: int = 4, length: int = 64, *overrides: str) 
     method = kvq.build_method(name, BITS, DIM, [f"residual.size={SIZE}", *sizes, *overrides])
     settings = CalibrationConfig(samples=samples, length=length)
     found = calibrate(loaded(), method, token_ids(length, seed=2, batch=samples), settings)
-    return bind(method, found, weights_name(loaded().model), [DIM] * LAYERS), found
+    return bind_tables(method, found, weights_name(loaded().model), [DIM] * LAYERS), found
 
 
 def rows_of(states: Any, side: str) -> np.ndarray:
@@ -71,7 +71,7 @@ def test_one_basis_and_one_program_for_all_layers(samples: int, length: int) -> 
     """Of 240 tokens with 48 channels, and of 32, which have no more than 31 components."""
     tables = made(NAME, samples, length)[1].tensors
     assert {name.split(".")[1] for name in tables} == {"0"}
-    states = collect(loaded(), token_ids(length, seed=2, batch=samples), None, False, 0)
+    states = collect_states(loaded(), token_ids(length, seed=2, batch=samples), None, False, 0)
     seen = torch.arange(samples * length).view(samples, length)[:, 4:].flatten().numpy()
     for side in ("key", "value"):
         rows = rows_of(states, side)[seen]
@@ -238,7 +238,7 @@ def test_layers_with_different_rotations_are_refused_before_any_token() -> None:
     method = kvq.build_method(NAME, 2, head_dims[0])
     found = calibrate(gemma, method, token_ids(32, batch=2), CalibrationConfig(samples=2, length=32))
     with pytest.raises(Unsupported, match="layer 0 keys and those of other layers have different rotary embeddings"):
-        KVCache(gemma, bind(method, found, weights_name(gemma.model), head_dims))
+        KVCache(gemma, bind_tables(method, found, weights_name(gemma.model), head_dims))
 
 
 @torch.no_grad()

@@ -10,7 +10,7 @@ import torch
 
 import kvq
 from kvq.calibration import fit
-from kvq.calibration.collect import collect
+from kvq.calibration.collect import collect_states
 from kvq.codecs import (
     Codec,
     ScalarQuantizer,
@@ -157,7 +157,7 @@ def test_a_model_is_calibrated_without_its_first_tokens() -> None:
     method = kvq.build_method("kvtc", bits=4, head_dim=head_dim)
     settings = CalibrationConfig(samples=2, length=24)
     tables = fit.calibrate(loaded, method, windows, settings).tensors
-    states = collect(loaded, windows, None, False, 0)
+    states = collect_states(loaded, windows, None, False, 0)
     seen = torch.arange(48).view(2, 24)[:, 4:].flatten()
     for layer, own in states.items():
         assert own.rope is not None

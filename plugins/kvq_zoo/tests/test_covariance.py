@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from kvq.cache import KVCache
-from kvq.calibration.collect import LayerStates, collect
-from kvq.calibration.files import bind
+from kvq.calibration.collect import LayerStates, collect_states
+from kvq.calibration.files import bind_tables
 from kvq.calibration.fit import calibrate, weights_name
 from kvq.codecs import Codec, Hadamard, LowRankCorrection, UniformQuantizer, fit_codec
 from kvq.config.method import CalibrationConfig
@@ -142,7 +142,7 @@ def test_moments_are_those_of_queries_and_of_weighted_values() -> None:
         seen[module.layer_idx].append((query * cos[:, None] + turned * sin[:, None])[0])
 
     hooks = [layer.self_attn.register_forward_pre_hook(keep, with_kwargs=True) for layer in model.model.layers]
-    states = collect(loaded, windows, None, False, 0, queries=True)
+    states = collect_states(loaded, windows, None, False, 0, queries=True)
     for hook in hooks:
         hook.remove()
     for index, layer in states.items():
@@ -156,11 +156,11 @@ def test_moments_are_those_of_queries_and_of_weighted_values() -> None:
             weighted = sum(w / mean * np.outer(v, v) for w, v in zip(weights, values, strict=True)) / len(values)
             found = layer.moments("value")[head].numpy()
             assert np.abs(found - weighted).max() < 1e-5 * np.abs(weighted).max()
-    few = collect(loaded, windows, 10, False, 0, queries=True)
+    few = collect_states(loaded, windows, 10, False, 0, queries=True)
     assert few[0].key.shape[1] == 10
     assert few[0].queries.shape == (2, 16, 16)
     assert not torch.allclose(few[0].queries, states[0].queries)
-    assert collect(loaded, windows, None, False, 0)[0].queries is None
+    assert collect_states(loaded, windows, None, False, 0)[0].queries is None
 
 
 def test_without_queries_there_are_no_moments() -> None:
@@ -194,7 +194,7 @@ def test_a_calibrated_cache_keeps_sinks_and_window(preset: str) -> None:
     shapes = {name: tuple(table.shape) for name, table in found.tensors.items()}
     heads = 1 if preset.endswith("shared") else 2
     assert shapes == {f"{side}.{i}.rotation.rotation": (heads, 32, 32) for side in ("key", "value") for i in (0, 1)}
-    cache = KVCache(model, bind(method, found, weights_name(model), [32, 32]))
+    cache = KVCache(model, bind_tables(method, found, weights_name(model), [32, 32]))
     x = torch.randn(1, 2, 400, 32, generator=torch.Generator().manual_seed(0))
     cache.layers[0].update(x, x)
     seen = cache.layers[0].update(x[:, :, :1], x[:, :, :1])[0][:, :, :400]

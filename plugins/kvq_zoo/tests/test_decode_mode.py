@@ -7,10 +7,9 @@ from pathlib import Path
 import pytest
 
 from kvq.cli import main
-from kvq.config.method import BITS
-from kvq.methods.transformers_caches import is_installed
 from kvq.report.tables.build import build_tables
 from kvq.results import Store
+from kvq_zoo.library_caches import BITS, is_installed
 from tests.sweeps import records, refused, small_run
 
 BACKENDS = [
@@ -25,9 +24,14 @@ def test_a_sweep_is_measured_and_labelled(name: str, tmp_path: Path) -> None:
     found = records(tmp_path / "results")
     assert set(found) == {"fp16", f"{name} 2", f"{name} 4"}
     low, high = found[f"{name} 2"], found[f"{name} 4"]
-    assert low.config["method"]["backend"] == {"name": name, "bits": 2, "group_size": 64, "mode": "decode"}
+    assert low.config["method"]["backend"] == {
+        "_target_": "kvq_zoo.library_caches.LibraryCache",
+        "name": name,
+        "bits": 2,
+        "group_size": 64,
+    }
     assert low.config["residual"]["key"]["size"] == 32
-    assert low.versions["BackendConfig"] >= 1
+    assert low.versions["LibraryCache"] >= 1
     for record, bits in ((low, 2), (high, 4)):
         # Scale and zero point are in the model's fp32; quanto fills its last bytes up.
         measured = record.metrics["bits_per_element"]
@@ -38,7 +42,7 @@ def test_a_sweep_is_measured_and_labelled(name: str, tmp_path: Path) -> None:
         )
     assert low.metrics["kl_mean"] > high.metrics["kl_mean"] > 0
     (table,) = build_tables(Store(tmp_path / "results")).tables
-    assert any(note.startswith(f"{name}: decode mode.") for note in table.notes)
+    assert any(note.startswith(f"{name}, residual 32: decode mode.") for note in table.notes)
 
 
 @pytest.mark.parametrize("name", BACKENDS)
@@ -47,7 +51,7 @@ def test_a_sweep_is_measured_and_labelled(name: str, tmp_path: Path) -> None:
     [
         ("task.scoring=parallel", "scoring=parallel: backend of {} quantizes anew"),
         ("residual=none", "residual: {} has that of transformers' cache"),
-        ("bits=k4v2", "bits=k4v2: {} has one number"),
+        ("bits=k4v2", "keys and values of the same bits"),
     ],
 )
 def test_what_it_cannot_do_is_one_line(

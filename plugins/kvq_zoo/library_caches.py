@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from jaxtyping import Float
@@ -21,11 +21,13 @@ from transformers.utils import is_hqq_available, is_optimum_quanto_available
 from kvq.cache.chunk_masks import SourceColumns, Transitions
 from kvq.cache.layer import Layer
 from kvq.cache.rotary import RopeTable
-from kvq.config.bits import Bits
-from kvq.config.method import BITS, BackendConfig
-from kvq.config.residual import Policy, PrefillBlock, Residual, ResidualSide
-from kvq.errors import ConfigError, DataError, Unsupported
+from kvq.config.residual import Policy as ResidualPolicy
+from kvq.config.residual import PrefillBlock, Residual, ResidualSide
+from kvq.errors import ConfigError, DataError, Unsupported, at_least, check_choice
+from kvq.methods.policies import CHOOSES_TOKENS, Policy
 
+BITS = {"quanto": (2, 4), "hqq": (1, 2, 3, 4, 8)}
+"""Widths that each backend packs."""
 _LAYERS: dict[str, type[QuantizedLayer]] = {"quanto": QuantoQuantizedLayer, "hqq": HQQQuantizedLayer}
 
 States = Float[Tensor, "batch heads _tokens head_dim"]
@@ -36,21 +38,41 @@ def is_installed(backend: str) -> bool:
     return bool({"quanto": is_optimum_quanto_available, "hqq": is_hqq_available}[backend]())
 
 
-def check_backend(method: str, backend: BackendConfig, bits: Bits, residual: Residual) -> None:
-    """Check bits, residual and installation."""
-    known = BITS[backend.name]
-    if bits.key != bits.value:
-        raise Unsupported(f"bits={bits.label}: {method} has one number of bits for keys and values")
-    if bits.key not in known:
-        raise Unsupported(f"bits={bits.label}: {method} does {', '.join(map(str, known[:-1]))} or {known[-1]} bits")
-    side = residual.key
-    if residual.value != side or side.policy is not Policy.block or side.prefill_block is not PrefillBlock.whole:
-        raise Unsupported(
-            f"residual: {method} has that of transformers' cache, policy=block and prefill_block=whole, with one size "
-            "for keys and values"
-        )
-    if not is_installed(backend.name):
-        raise Unsupported(f"method={method}: needs a package that is not installed; pip install -e '.[{backend.name}]'")
+class LibraryCache(Policy):
+    """A cache of transformers in the place of codecs.
+
+    Args:
+        name: `quanto` or `hqq`.
+        bits: bits per code.
+        group_size: elements that share a scale and a zero point.
+
+    Raises:
+        Unsupported: bits that the backend cannot pack, or a package that is not installed.
+    """
+
+    version: ClassVar[int] = 1
+    setting = "backend"
+    does = "quantizes anew what it decoded (decode mode)"
+    needs = frozenset({"sides_alike"})
+    excludes = CHOOSES_TOKENS | {"two_codecs", "all_at_once", "prompt_at_once", "quantized_prefill", "sides_apart"}
+
+    def __init__(self, name: str, bits: int, group_size: int = 64) -> None:
+        check_choice("name", name, BITS)
+        at_least("group_size", group_size, 2)
+        self.name, self.bits, self.group_size = name, bits, group_size
+        if bits not in (known := BITS[name]):
+            raise Unsupported(f"bits={bits}: {name} does {', '.join(map(str, known[:-1]))} or {known[-1]} bits")
+        if not is_installed(name):
+            raise Unsupported(f"method={name}: needs a package that is not installed; pip install -e '.[{name}]'")
+
+    def check_residual(self, name: str, residual: Residual) -> None:
+        """Raise `Unsupported` for another residual than that of transformers' cache."""
+        side = residual.key
+        if side.policy is not ResidualPolicy.block or side.prefill_block is not PrefillBlock.whole:
+            raise Unsupported(f"residual: {name} has that of transformers' cache, policy=block and prefill_block=whole")
+
+    def build_layer(self, residual: ResidualSide, label: str) -> Layer:
+        return TransformersLayer(self, residual, label)
 
 
 @functools.cache
@@ -154,7 +176,7 @@ class TransformersLayer(Layer):
 
     irreversible = "its backend quantizes all tokens anew at every flush"
 
-    def __init__(self, backend: BackendConfig, residual: ResidualSide, label: str) -> None:
+    def __init__(self, backend: LibraryCache, residual: ResidualSide, label: str) -> None:
         super().__init__()
         self.backend, self.residual, self.label = backend, residual, label
         self.held: list[QuantizedLayer] = []
@@ -170,7 +192,7 @@ class TransformersLayer(Layer):
         heads, dim, group = key_states.shape[1], key_states.shape[3], self.backend.group_size
         if heads * dim % group:
             raise Unsupported(
-                f"{self.label}: {heads} heads of head_dim={dim} are no multiple of method.backend.group_size={group}, "
+                f"{self.label}: {heads} heads of head_dim={dim} are no multiple of group_size={group}, "
                 f"and {self.backend.name} takes whole groups only"
             )
         check_works(self.backend.name, key_states.device)

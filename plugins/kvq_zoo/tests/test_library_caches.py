@@ -6,11 +6,11 @@ from transformers import QuantizedCache
 
 import kvq
 from kvq.cache import KVCache
-from kvq.config.method import BITS
 from kvq.errors import ConfigError, DataError, Unsupported
-from kvq.methods.transformers_caches import _LAYERS, check_works, is_installed
+from kvq.models.layers import kv_layers_of
 from kvq.models.load import LoadedModel
 from kvq.tasks.scoring import scoring_bounds
+from kvq_zoo.library_caches import _LAYERS, BITS, check_works, is_installed
 from tests.cache.states import states
 from tests.cache.test_generate import generate, greedy
 from tests.random_models import in_double_precision, llama, random_llama, token_ids
@@ -187,7 +187,7 @@ def test_what_it_cannot_do_is_said(name):
     one.update(torch.ones(1, 2, 1, 32), torch.ones(1, 2, 1, 32))
     with pytest.raises(DataError, match="batch of 2 after 1"):
         one.update(torch.ones(2, 2, 1, 32), torch.ones(2, 2, 1, 32))
-    with pytest.raises(Unsupported, match="one number of bits"):
+    with pytest.raises(Unsupported, match="keys and values of the same bits"):
         kvq.build_method(name, bits="k4v2")
     with pytest.raises(Unsupported, match="policy=block"):
         kvq.build_method(name, bits=4, overrides=["residual.policy=sliding"])
@@ -208,6 +208,13 @@ def test_a_package_that_does_not_work_is_one_line(name, monkeypatch):
 
 @pytest.mark.parametrize("name", BITS)
 def test_a_missing_package_is_named(name, monkeypatch):
-    monkeypatch.setattr("kvq.methods.transformers_caches.is_installed", lambda _: False)
+    monkeypatch.setattr("kvq_zoo.library_caches.is_installed", lambda _: False)
     with pytest.raises(Unsupported, match=rf"method={name}: .*pip install -e '[.]\[{name}\]'"):
         method(name)
+
+
+@pytest.mark.skipif(not is_installed("quanto"), reason="needs the extra [quanto]")
+def test_layers_have_bits_of_their_own():
+    method = kvq.build_method("quanto", overrides=["bits_by_layer.key=[2,4]", "bits_by_layer.value=[2,4]"])
+    layers = method.layers(MODEL.config, kv_layers_of(MODEL.config))
+    assert [layer.backend.bits for layer in layers] == [2, 4]
