@@ -91,8 +91,9 @@ def read_file(path: Path) -> dict[str, Any]:
         with zipfile.ZipFile(path) as whole:
             if (part := whole.testzip()) is not None:  # by the checksums, which `torch.load` leaves alone
                 raise ValueError(f"{part} is damaged")
-        with torch.serialization.safe_globals([BlockRun, Growable, Packed, PackedStore]):
-            content: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
+        safe = torch.serialization.safe_globals([BlockRun, Growable, Packed, PackedStore])
+        with safe, path.open("rb") as file:  # a path that ends in .safetensors would be read as such a file
+            content: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=True)
         given = content["format"]
     except Exception as error:  # each part fails in its own way
         raise DataError(f"cache {path}: cannot be read ({type(error).__name__}: {one_line(error, 200)})") from error
