@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib.util
+import json
 import os
 import re
 import shlex
@@ -277,6 +278,19 @@ def test_commands_exist_and_compose(page: Path) -> None:
                         resolve(compose(list(job)))
     for name in set(re.findall(r"`(?:\+experiment=)?((?:embedded|real|speed|suite|waterfill)/\w+)`", text)):
         assert find("experiment", name, *conf_dirs()) or find("method", name, *conf_dirs()), name
+
+
+def test_the_peaks_of_an_8b_model_are_those_on_record() -> None:
+    text = (ROOT / "docs" / "first_8b_model.md").read_text(encoding="utf-8")
+    found = json.loads((ROOT / "results" / "bench" / "memory_peak.json").read_text(encoding="utf-8"))
+    rows = re.findall(r"^\| ([\w ]+?)(?: 2)? \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \| ([\d.]+|–) \|$", text, re.M)
+    assert len(rows) == 6
+    for name, *cells in rows:
+        label = {"full precision": "fp16"}.get(name, name.lower())
+        dense, packed = (found["one_layer"].get(f"{label} {attention}") for attention in ("dense", "packed"))
+        sizes = [found["layers"] * dense["stored"], dense["encoding"], dense["decoding"]]
+        sizes += [max(packed["decoding"], 0)] if packed else []
+        assert [cell for cell in cells if cell != "–"] == [f"{size / 2**30:.2f}" for size in sizes], name
 
 
 @pytest.mark.long

@@ -180,6 +180,21 @@ def rows_of(shape: CacheShape, method: Method, tokens: int, measured: bool) -> l
     return out
 
 
+def decoding_bytes(shape: CacheShape, method: Method, tokens: int) -> int:
+    """Bytes beside the stored ones while dense attention reads the largest layer in 16 bits: the peak of decoding.
+
+    Keys and values are decoded, and the larger of the two is copied where its full-precision tokens are joined to it;
+    in full precision, where the new token is.
+    """
+    largest = 0
+    for kind in shape.layers:
+        held = tokens - outside(tokens, kind.window)
+        sides = {side: plain_bytes(held, kind.heads, kind.dim(side), FP16) for side in ("key", "value")}
+        decoded = sum(size for side, size in sides.items() if getattr(method, side) is not None)
+        largest = max(largest, decoded + max(sides.values()))
+    return largest
+
+
 def measure(inputs: Inputs, method: Method, baseline: Baseline | None, journal: Journal) -> Measurement:
     """Bytes by part for every length, keys and values apart."""
     task: MemoryConfig = inputs.config.task
@@ -195,6 +210,7 @@ def measure(inputs: Inputs, method: Method, baseline: Baseline | None, journal: 
             for stored in _stored_sides(shape, method, tokens)
         )
         found = {"total_bytes": float(total), "compression": plain / total if total else 0.0}
+        found["peak_bytes"] = float(total + decoding_bytes(shape, method, tokens))
         if total > plain_parts:
             found["compression_without_residual"] = in_packed / (total - plain_parts)
             found["bits_without_residual"] = 16 * (total - plain_parts) / in_packed

@@ -69,6 +69,9 @@ def test_published_ratios(tmp_path: Path) -> None:
     plain = memory.measure(inputs, build_method("fp16"), None, journal(tmp_path)).metrics
     assert plain["compression_2048"] == 1
     assert plain["total_bytes_2048"] == 2 * 32 * 8 * 128 * 2048 * 2
+    one_side = 8 * 128 * 2048 * 2
+    assert plain["peak_bytes_2048"] - plain["total_bytes_2048"] == one_side
+    assert nsn["peak_bytes_2048"] - nsn["total_bytes_2048"] == 3 * one_side
 
 
 def test_shapes_of_models_without_weights(tmp_path: Path) -> None:
