@@ -22,7 +22,7 @@ from kvq.config.tasks import Prefill
 from kvq.methods.method import Method
 from kvq.models.inputs import Inputs
 from kvq.models.load import LoadedModel
-from kvq.tasks.scoring import FULL_PRECISION_CHUNK, log_probabilities, sliding_chunk, steps
+from kvq.tasks.scoring import CHUNK, log_probabilities, sliding_chunk, steps
 
 Logits = Float[Tensor, "batch vocab"]
 Pick = Callable[[Logits], Int[Tensor, " batch"]]
@@ -232,7 +232,7 @@ def forward_tokens(cache: KVCache, most: int) -> int:
     if steps(cache.method) or cache.is_parted:
         return 1
     if not quantized:
-        return min(most, FULL_PRECISION_CHUNK - cache.get_seq_length() % FULL_PRECISION_CHUNK)
+        return min(most, CHUNK - cache.get_seq_length() % CHUNK)
     residuals = [side.residual for side in quantized]
     if any(one.policy is Policy.none or (one.size == 0 and not one.keeps_nothing) for one in residuals):
         return 1

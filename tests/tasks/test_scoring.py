@@ -116,10 +116,13 @@ def test_the_last_targets_alone_are_the_same(monkeypatch: pytest.MonkeyPatch) ->
     torch.testing.assert_close(last, whole[:, 49:], atol=1e-12, rtol=0)
 
 
-def test_bounds_cut_at_every_flush_and_nowhere_else() -> None:
+def test_bounds_cut_at_flushes_of_as_many_blocks_as_a_forward_reads(monkeypatch: pytest.MonkeyPatch) -> None:
     method = build_method("kivi/block", bits=2, overrides=["residual.key.size=32", "residual.value.size=48"])
+    assert scoring_bounds(method, 300) == [(0, 240), (240, 256), (256, 300)]
+    monkeypatch.setattr("kvq.tasks.scoring.CHUNK", 32)
     assert scoring_bounds(method, 100) == [(0, 32), (32, 48), (48, 64), (64, 96), (96, 100)]
     assert scoring_bounds(method, 50, chunk=20) == [(0, 20), (20, 32), (32, 48), (48, 50)]
+    monkeypatch.setattr("kvq.tasks.scoring.CHUNK", 128)
     assert scoring_bounds(build_method("fp16"), 300) == [(0, 128), (128, 256), (256, 300)]
     sliding = build_method("kivi", bits=2, overrides=["residual.size=96"])  # of the values; keys leave in blocks
     assert scoring_bounds(sliding, 200) == [(0, 96), (96, 128), (128, 192), (192, 200)]
