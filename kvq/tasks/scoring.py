@@ -74,9 +74,10 @@ def scoring_bounds(method: Method, length: int, chunk: int | None = None) -> Bou
         sides = zip((method.key, method.value), _sides(method.residual), strict=True)
         quantized = [side for codec, side in sides if codec is not None]
         first = 0 if method.has("decoded_at_once") else method.sink_tokens
+        most = 1 if method.policies else CHUNK  # what chooses among the tokens of a block needs them alone
         for side in quantized:
             block = max(side.size, 1)
-            size = sliding_chunk(method, side) if side.policy is Policy.sliding else block * max(CHUNK // block, 1)
+            size = sliding_chunk(method, side) if side.policy is Policy.sliding else block * max(most // block, 1)
             cuts |= set(range(first, length, size))
         if not quantized:
             cuts |= set(range(first, length, CHUNK))

@@ -59,22 +59,18 @@ class Request:
     allowed: Mapping[str, list[Any]]
     loose: bool = False
 
-
-def call_text(name: str, arguments: Mapping[str, Any]) -> str:
-    """The JSON of a call, as an answer has it."""
-    return json.dumps({"name": name, "arguments": arguments}, ensure_ascii=False)
-
-
-def allow_values(arguments: Mapping[str, Any]) -> dict[str, list[Any]]:
-    """The form of `Request.allowed` for one value of each argument."""
-    return {name: [_allowed_form(value)] for name, value in arguments.items()}
+    @property
+    def answer(self) -> str:
+        """The JSON of a right call, with the first allowed values; arguments that may be left out are."""
+        given = {name: _right_value(values[0]) for name, values in self.allowed.items() if "" not in values}
+        return json.dumps({"name": self.function, "arguments": given}, ensure_ascii=False)
 
 
-def _allowed_form(value: Any) -> Any:
-    """A value as BFCL's answers write it: of each field of an object a list of allowed values."""
+def _right_value(value: Any) -> Any:
+    """A value of an argument from its allowed form: of each field of an object the first allowed value."""
     if isinstance(value, Mapping):
-        return allow_values(value)
-    return [_allowed_form(entry) for entry in value] if isinstance(value, list) else value
+        return {name: _right_value(values[0] if isinstance(values, list) else values) for name, values in value.items()}
+    return [_right_value(entry) for entry in value] if isinstance(value, list) else value
 
 
 TYPES = {

@@ -214,24 +214,20 @@ class ToolsConfig(ItemsConfig):
     """Requests that are answered by a call of a function, written as JSON.
 
     Attributes:
-        items: requests; of a file at most so many, in its order.
-        shots: answered requests in front, each with a function of its own that is not offered.
-        shown: whether one of the shots is another request for the function that is asked for.
-        functions: offered with a request; a file has its own.
+        items: requests of the file at most, in its order.
+        shots: answered requests of the file in front; their functions are offered too.
         padding: tokens of the dataset's text between functions and request.
-        path: a file of requests of the Berkeley Function Calling Leaderboard; None: they are drawn.
+        path: a file of requests of the Berkeley Function Calling Leaderboard.
         answers: the file of its answers (`possible_answer`).
         max_new_tokens: longest answer; it ends earlier after its first JSON object.
         chat_template: whether the prompt is a user's message in the tokenizer's chat template.
-        seed: of requests, shots and places in the text.
+        seed: of shots and places in the text.
     """
 
     name: str = "tools"
-    version: ClassVar[int] = 1
+    version: ClassVar[int] = 2
     items: Count = 76
     shots: Natural = 4
-    shown: bool = False
-    functions: Count = 4
     padding: Natural = 256
     path: PathName | None = None
     answers: PathName | None = None
@@ -246,8 +242,6 @@ class ToolsConfig(ItemsConfig):
             raise ConfigError(
                 f"task.{given}={getattr(self, given)}: needs task.{other} too, of requests and of answers"
             )
-        if self.shown and (self.path is not None or not self.shots):
-            raise ConfigError("task.shown=true: one of task.shots=1 or more, of drawn requests, not of a task.path")
 
 
 SCHEMAS: dict[str, type[TaskConfig]] = {

@@ -4,8 +4,8 @@ A prompt has answered requests, functions with the JSON schemas of their paramet
 the answer is `{"name": ..., "arguments": {...}}`. An item is right where function and arguments are those asked for.
 Parts of that are scored too, because an answer can break in several ways (`CHECKS`).
 
-Requests are drawn (`kvq_lab.functions`), or read from files of the Berkeley Function Calling Leaderboard
-(`kvq_lab.calls`), whose prompts, written here, are not the leaderboard's.
+Requests come from files of the Berkeley Function Calling Leaderboard (`kvq_lab.calls`); prompts, written here, are not
+the leaderboard's.
 """
 
 from __future__ import annotations
@@ -38,8 +38,7 @@ from kvq.tasks.items import (
 )
 from kvq.tasks.measurement import Baseline, Measurement, Task, items_fingerprint
 from kvq.tasks.reader import Ends, Reader, answer_text, check_prefill
-from kvq_lab.calls import Request, Schema, call_text, read_bfcl
-from kvq_lab.functions import FAMILIES, DrawnRequest, draw_requests, draw_shots
+from kvq_lab.calls import Request, Schema, read_bfcl
 from kvq_lab.settings import ToolsConfig
 
 CHECKS = ("valid_json", "schema_valid", "right_function", "right_arguments")
@@ -155,23 +154,22 @@ class ToolItem:
 
 
 def requests(inputs: Inputs) -> list[Request]:
-    """The requests of a run.
+    """All requests of the files.
 
     Raises:
-        ConfigError: more functions or shots than there are.
+        ConfigError: no files are given, or more shots than other requests.
         DataError: as `kvq_lab.calls.read_bfcl`.
     """
     task: ToolsConfig = inputs.config.task
     path, answers = task.path, task.answers
-    most = len(FAMILIES) - task.shots
     if path is None or answers is None:
-        if task.functions > most:
-            given = f"task.functions={task.functions}: with task.shots={task.shots}, which are of other functions"
-            raise ConfigError(f"{given}, at most {most} of {len(FAMILIES)}")
-        return draw_requests(task.items, task.functions, task.seed)
-    if most < 0:
-        raise ConfigError(f"task.shots={task.shots}: at most {len(FAMILIES)}, each of another function")
-    return inputs.shared("bfcl", (path, answers), lambda: read_bfcl(path, answers))[: task.items]
+        raise ConfigError(
+            "task=tools: needs task.path and task.answers, files of the Berkeley Function Calling Leaderboard"
+        )
+    found = inputs.shared("bfcl", (path, answers), lambda: read_bfcl(path, answers))
+    if task.shots >= len(found):
+        raise ConfigError(f"task.shots={task.shots}: task.path has {len(found)} requests, the one asked among them")
+    return found
 
 
 def draw_padding(inputs: Inputs, count: int) -> list[list[int]]:
@@ -192,19 +190,22 @@ def draw_padding(inputs: Inputs, count: int) -> list[list[int]]:
     return [draw_piece(streams, task.padding, rng) for rng in generators]
 
 
-def add_shots(task: ToolsConfig, request: Request, place: int) -> tuple[Request, list[DrawnRequest]]:
-    """A request with the functions of the shots among those offered, in a drawn order, and the shots."""
-    shots = draw_shots(task.shots, request, place, task.seed, task.shown)
-    functions = [*request.functions, *(shot.function for shot in shots if shot.function.name != request.function)]
-    order = np.random.default_rng([_ORDER, task.seed, place]).permutation(len(functions)).tolist()
-    return replace(request, functions=tuple(functions[index] for index in order)), shots
+def add_shots(task: ToolsConfig, asked: Sequence[Request], place: int) -> tuple[Request, list[Request]]:
+    """Request `place` with the functions of its shots among those offered, in a drawn order, and the shots."""
+    request, rng = asked[place], np.random.default_rng([_ORDER, task.seed, place])
+    others = [other for other in range(len(asked)) if other != place]
+    shots = [asked[others[index]] for index in rng.permutation(len(others))[: task.shots].tolist()]
+    functions = {one.name: one for shot in [*shots, request] for one in shot.functions}
+    names = sorted(functions)
+    offered = tuple(functions[names[index]] for index in rng.permutation(len(names)).tolist())
+    return replace(request, functions=offered), shots
 
 
-def prompt_parts(task: ToolsConfig, request: Request, place: int) -> tuple[str, str]:
-    """A prompt's text before and after the padding; `place`: of the request."""
-    request, shots = add_shots(task, request, place)
+def prompt_parts(task: ToolsConfig, asked: Sequence[Request], place: int) -> tuple[str, str]:
+    """The text before and after the padding of the prompt of request `place`."""
+    request, shots = add_shots(task, asked, place)
     functions = "\n".join(function.text for function in request.functions)
-    answered = [f"Request: {shot.text}\nAnswer: {call_text(shot.function.name, shot.arguments)}\n\n" for shot in shots]
+    answered = [f"Request: {shot.text}\nAnswer: {shot.answer}\n\n" for shot in shots]
     return f"{_RULE}{functions}\n\n", "".join(answered) + f"Request: {request.text}\nAnswer:"
 
 
@@ -219,15 +220,15 @@ def make_items(inputs: Inputs, unequal: bool = False) -> Items[ToolItem]:
     front, end = split_chat(tokenizer) if task.chat_template else ("", "")
     asked = requests(inputs)
     items, skipped = [], {}
-    for place, (request, text) in enumerate(zip(asked, draw_padding(inputs, len(asked)), strict=True)):
-        before, after = prompt_parts(task, request, place)
+    for place, text in enumerate(draw_padding(inputs, min(task.items, len(asked)))):
+        request, (before, after) = asked[place], prompt_parts(task, asked, place)
         prompt = set_bos(tokenizer, encode(tokenizer, front + before, special=not task.chat_template), inputs.bos)
         prompt += [*text, *encode(tokenizer, ("\n\n" if text else "") + after + end, special=False)]
         if longest is not None and len(prompt) + task.max_new_tokens > longest:
             needed = len(prompt) + task.max_new_tokens
             skipped[request.name] = f"prompt and answer take {needed} tokens, the model takes {longest}"
         else:
-            items.append(ToolItem(add_shots(task, request, place)[0], tuple(prompt)))
+            items.append(ToolItem(add_shots(task, asked, place)[0], tuple(prompt)))
     batches = batches_of([len(item.prompt) for item in items], task.batch_size, unequal)
     return Items([[items[index] for index in batch] for batch in batches], lambda item: item.request.name, skipped)
 
@@ -311,8 +312,9 @@ def fingerprint(inputs: Inputs) -> str:
     """Fingerprint of the prompts' texts, the padding's text and the model's context, which may skip some."""
     task: ToolsConfig = inputs.config.task
     text = inputs.long_streams(task.padding).fingerprint if task.padding else ""
-    asked = enumerate(requests(inputs))
-    return items_fingerprint(inputs, ([prompt_parts(task, one, place), asdict(one)] for place, one in asked), text)
+    asked = requests(inputs)
+    parts = ([prompt_parts(task, asked, place), asdict(one)] for place, one in enumerate(asked[: task.items]))
+    return items_fingerprint(inputs, parts, text)
 
 
 def texts(inputs: Inputs) -> list[str]:
@@ -320,8 +322,8 @@ def texts(inputs: Inputs) -> list[str]:
     task, tokenizer = inputs.config.task, inputs.tokenizer
     asked = requests(inputs)
     out = []
-    for place, (request, text) in enumerate(zip(asked, draw_padding(inputs, len(asked)), strict=True)):
-        before, after = prompt_parts(task, request, place)
+    for place, text in enumerate(draw_padding(inputs, min(task.items, len(asked)))):
+        before, after = prompt_parts(task, asked, place)
         out.append(f"{before}{tokenizer.decode(text)}\n\n{after}")
     return out
 

@@ -23,6 +23,8 @@ from tests.tasks.test_longbench import item
 _WINDOWS = ["task=ppl", "task.context=96", "task.max_windows=4", "task.bootstrap.resamples=50"]
 _ITEMS = ["task.resamples=50", "task.noise_floor=false"]
 _CAPTURED = ["task.context=96", "task.windows=2"]
+_FILES = Path(__file__).parents[2] / "plugins" / "kvq_lab" / "tests" / "bfcl"
+_BFCL = [f"task.path={_FILES / 'requests.json'}", f"task.answers={_FILES / 'answers.json'}"]
 
 CASES: dict[str, list[str]] = {
     "ppl sliding generation": [*_WINDOWS, "task.stride=32"],
@@ -40,8 +42,7 @@ CASES: dict[str, list[str]] = {
     "multimodal": ["task=multimodal", "task.max_new_tokens=4", *_ITEMS],
     "generate": ["task=generate", "task.max_new_tokens=8", "task.prompt=a square is the number that is the square of"],
     "tools": [
-        *("task=tools", "task.items=2", "task.shots=0", "task.functions=1", "task.padding=8", "task.max_new_tokens=6"),
-        *("task.seed=3", *_ITEMS),
+        *("task=tools", "task.items=1", "task.shots=0", "task.padding=8", "task.max_new_tokens=6", *_BFCL, *_ITEMS),
     ],
     "trajectory": ["task=trajectory", "task.prompts=2", "task.context=96", "task.new_tokens=6"],
     "drift": ["task=drift", "task.prompts=2", "task.context=96", "task.new_tokens=8", "task.parts=2"],

@@ -73,10 +73,6 @@ SIZES: dict[str, list[str]] = {
     "multimodal": [*_ITEMS, "task.max_new_tokens=4"],
     "modality": ["task.limit=2"],
     "generate": ["task.max_new_tokens=4"],
-    "tools": [
-        *(*_ITEMS, "task.items=2", "task.shots=0", "task.shown=false", "task.functions=1", "task.padding=8"),
-        "task.max_new_tokens=4",
-    ],
     "trajectory": ["task.prompts=2", "task.context=96", "task.new_tokens=4"],
     "drift": ["task.prompts=2", "task.context=96", "task.new_tokens=8", "task.parts=2"],
     "speculate": ["task.prompts=2", "task.context=96", "task.new_tokens=4"],

@@ -19,7 +19,7 @@ from kvq_lab.totals import totals_figure, totals_table
 RESULTS = Path(__file__).resolve().parents[3] / "results"
 
 
-@pytest.mark.parametrize("task", ["tools", "speculate", "reuse"])
+@pytest.mark.parametrize("task", ["speculate", "reuse"])
 def test_bars_are_the_metrics_of_committed_runs(task: str) -> None:
     store = Store(RESULTS)
     runs = [record for record in store.scan()[0] if record.task == task and record.model == "smollm2_135m"]

@@ -1,4 +1,4 @@
-"""Tool calls: what is drawn, how answers are judged, BFCL's files, runs that are killed and repeated, refusals."""
+"""Tool calls: prompts, how answers are judged, BFCL's files, runs that are killed and repeated, refusals."""
 
 from __future__ import annotations
 
@@ -13,15 +13,17 @@ from kvq.errors import ConfigError, DataError
 from kvq.results import Record, Store
 from kvq.runs import run
 from kvq_lab import tools
-from kvq_lab.calls import Function, Request, allow_values, call_text, read_bfcl
-from kvq_lab.functions import FAMILIES, draw_requests, draw_shots
+from kvq_lab.calls import Function, Request, read_bfcl
 from kvq_lab.tools import CHECKS, check_answer, first_object, is_allowed, satisfies
 from tests.sweeps import inputs_of
 
-GIVEN = (
-    "model=tiny task=tools task.items=3 task.shots=1 task.functions=2 task.padding=32 task.max_new_tokens=12 "
+BFCL = Path(__file__).parent / "bfcl"
+FILES = [f"task.path={BFCL / 'requests.json'}", f"task.answers={BFCL / 'answers.json'}"]
+BARE = (
+    "model=tiny task=tools task.items=3 task.shots=1 task.padding=32 task.max_new_tokens=12 "
     "task.resamples=50 residual.size=16 threads=1"
 ).split()
+GIVEN = [*BARE, *FILES]
 WEATHER = Function(
     "weather",
     "Weather of a city.",
@@ -38,6 +40,17 @@ WEATHER = Function(
     },
 )
 CALL = Function("call", "Call somebody.", {"type": "object", "properties": {"name": {"type": "string"}}})
+
+
+def allow_values(arguments: dict[str, Any]) -> dict[str, list[Any]]:
+    """The form of `Request.allowed` for one value of each argument."""
+    return {name: [allow_values(value) if isinstance(value, dict) else value] for name, value in arguments.items()}
+
+
+def call_text(name: str, arguments: dict[str, Any]) -> str:
+    return json.dumps({"name": name, "arguments": arguments})
+
+
 ASKED = Request("weather 0", "Oslo?", (CALL, WEATHER), "weather", allow_values({"city": "Oslo", "days": 2}))
 
 
@@ -112,53 +125,16 @@ def test_a_schema_lists_all_fields() -> None:
     assert satisfies({"anything": 1}, {"type": "object"})
 
 
-def test_requests_follow_from_the_seed() -> None:
-    first, again, other = draw_requests(80, 4, 0), draw_requests(80, 4, 0), draw_requests(80, 4, 1)
-    assert first == again
-    assert [one.text for one in first] != [one.text for one in other]
-    assert first[:20] == draw_requests(20, 4, 0)  # an item does not depend on those behind it
-    assert len({one.name for one in first}) == 80
-    assert {one.function for one in first[: len(FAMILIES)]} == {family.name for family in FAMILIES}
-    for place, request in enumerate(first):
-        offered = [function.name for function in request.functions]
-        assert len(offered) == len(set(offered)) == 4
-        assert request.function in offered
-        shots = draw_shots(3, request, place, 0)
-        assert not {shot.function.name for shot in shots} & set(offered)
-        assert len({shot.function.name for shot in shots}) == 3
-        with_own = draw_shots(3, request, place, 0, shown=True)
-        assert [shot.function.name for shot in with_own].count(request.function) == 1
-        assert len(with_own) == 3
-        assert request.text not in [shot.text for shot in with_own]
-
-
-def test_what_is_drawn_is_right_and_covers_every_kind() -> None:
-    kinds, given, left_out = set[str](), 0, 0
-    for request in draw_requests(6 * len(FAMILIES), 3, 0):
-        arguments = plain(request.allowed)
-        assert judged(call_text(request.function, arguments), request) == "JSFA", request
-        [function] = [one for one in request.functions if one.name == request.function]
-        schema = function.parameters
-        for name, value in arguments.items():
-            kinds |= {type(value).__name__} | ({"enum"} if "enum" in schema["properties"][name] else set())
-            if isinstance(value, str | int) and not isinstance(value, bool):
-                assert str(value) in request.text
-        optional = schema["properties"].keys() - set(schema["required"])
-        given += len(optional & arguments.keys())
-        left_out += len(optional - arguments.keys())
-    assert kinds == {"str", "int", "float", "bool", "list", "dict", "enum"}
-    assert min(given, left_out) > 50
-
-
-def plain(allowed: Any) -> Any:
-    """Arguments of their first allowed values."""
-    return {name: _value(values[0]) for name, values in allowed.items()}
-
-
-def _value(value: Any) -> Any:
-    if isinstance(value, dict):
-        return plain(value)
-    return [_value(entry) for entry in value] if isinstance(value, list) else value
+def test_right_answers_pass_and_shots_are_other_requests() -> None:
+    inputs = inputs_of(GIVEN)
+    asked = tools.requests(inputs)
+    assert [judged(one.answer, one) for one in asked] == ["JSFA"] * 4
+    assert asked[1].answer == '{"name": "send_mail", "arguments": {"to": "Ada"}}'  # a subject may be left out
+    for place, request in enumerate(asked):
+        changed, shots = tools.add_shots(inputs_of(GIVEN, "task.shots=3").config.task, asked, place)
+        assert sorted(one.name for one in [request, *shots]) == sorted(one.name for one in asked)
+        assert len(changed.functions) == 3
+        assert judged(request.answer, changed) == "JSFA"
 
 
 def test_a_prompt_has_functions_padding_shots_and_the_request() -> None:
@@ -172,16 +148,10 @@ def test_a_prompt_has_functions_padding_shots_and_the_request() -> None:
     for item in flat:
         text = inputs.tokenizer.decode(list(item.prompt))
         assert text.endswith(f"Request: {item.request.text}\nAnswer:")
-        assert len(item.request.functions) == 3
         assert all(text.index(function.text) < text.index("\nRequest: ") for function in item.request.functions)
         assert text.count("\nAnswer: {") == 1
         assert abs(len(item.prompt) - lengths[item.request.name] - 32) <= 2  # tokens of line ends
     assert tools.make_items(inputs).batches == items.batches
-    shown = tools.make_items(inputs_of(GIVEN, "task.shown=true")).batches
-    for item in (item for batch in shown for item in batch):
-        assert len(item.request.functions) == 2
-        text = inputs.tokenizer.decode(list(item.prompt))
-        assert text.count(f'\nAnswer: {{"name": "{item.request.function}"') == 1
     other = tools.make_items(inputs_of(GIVEN, "task.seed=1"))
     assert other.batches[0][0].prompt not in [item.prompt for item in flat]
 
@@ -344,7 +314,7 @@ def test_a_file_is_measured_and_names_the_run_by_what_it_holds(tmp_path: Path) -
         (tmp_path / place).mkdir()
         path, answers = saved(tmp_path / place, [SIMPLE], [TRUTH])
         words = [f"task.path={path}", f"task.answers={answers}", "task.noise_floor=false"]
-        record = run(resolve(compose([*GIVEN, *words, "method=fp16", f"results_dir={tmp_path}"])))
+        record = run(resolve(compose([*BARE, *words, "task.shots=0", "method=fp16", f"results_dir={tmp_path}"])))
         [sample] = Store(tmp_path).samples(record.key)
         assert (sample["item"], sample["function"]) == ("simple_0", "shape.area")
         keys.append(record.key)
@@ -354,19 +324,16 @@ def test_a_file_is_measured_and_names_the_run_by_what_it_holds(tmp_path: Path) -
 def test_refusals(tmp_path: Path) -> None:
     path, answers = saved(tmp_path, [SIMPLE], [TRUTH])
     for words, error, kind in (
-        (["task.items=0"], r"task\.items=0", ConfigError),
-        (["task.functions=0"], r"task\.functions=0", ConfigError),
-        (["task.shown=true", "task.shots=0"], r"task\.shown=true", ConfigError),
-        ([f"task.path={path}", f"task.answers={answers}", "task.shown=true"], r"task\.shown=true", ConfigError),
-        (["task.functions=37", "task.shots=2"], r"task\.functions=37: with task\.shots=2", ConfigError),
+        ([], r"needs task\.path and task\.answers", ConfigError),
+        ([*FILES, "task.items=0"], r"task\.items=0", ConfigError),
         ([f"task.path={path}"], r"task\.path=.*needs task\.answers", ConfigError),
         ([f"task.answers={answers}"], r"task\.answers=.*needs task\.path", ConfigError),
-        ([f"task.path={path}", f"task.answers={answers}", "task.shots=39"], r"task\.shots=39", ConfigError),
+        ([f"task.path={path}", f"task.answers={answers}"], r"task\.shots=1: task\.path has 1 requests", ConfigError),
         ([f"task.path={tmp_path}/no", f"task.answers={answers}"], r"task\.path=.*No such file", DataError),
-        (["task.padding=100000000"], r"task\.padding=100000000", DataError),
-        (["task.padding=4000"], r"prompt and answer take", DataError),
-        (["task.chat_template=true"], r"chat template", ConfigError),
+        ([*FILES, "task.padding=100000000"], r"task\.padding=100000000", DataError),
+        ([*FILES, "task.padding=4000"], r"prompt and answer take", DataError),
+        ([*FILES, "task.chat_template=true"], r"chat template", ConfigError),
     ):
         with pytest.raises(kind, match=error) as caught:
-            run(resolve(compose([*GIVEN, "method=fp16", *words, f"results_dir={tmp_path}"])))
+            run(resolve(compose([*BARE, "method=fp16", *words, f"results_dir={tmp_path}"])))
         assert "\n" not in str(caught.value)
