@@ -86,7 +86,7 @@ def marks(differences: Differences) -> Marks:
     return Marks(
         [int(run.key) for run in runs if run.metrics["within_noise"] == 0],
         told,
-        sorted(map(int, frontier(runs, verdicts))),
+        sorted(map(int, frontier(runs, verdicts, lambda run: run.metrics["effective_bits"]))),
     )
 
 

@@ -43,11 +43,16 @@ class TniConfig(CaptureConfig):
     Attributes:
         sink_below: a token has a low norm below this fraction of its head's median norm.
         positions: token positions kept for figures: the first 16, the others spread evenly on a logarithmic scale.
+        by_token: for each query head, so many tokens of the vocabulary that receive most attention, and metrics of them
+            and of norms in front of a method's quantizer; 0: neither.
     """
+
+    later: ClassVar[tuple[str, ...]] = ("by_token",)
 
     name: str = "tni"
     sink_below: Share = 0.5
     positions: Annotated[int, least(16)] = 64
+    by_token: Natural = 0
 
 
 @dataclass

@@ -68,7 +68,13 @@ def installed() -> Mapping[str, Plugin]:
     entries = {entry.name: entry for entry in importlib.metadata.entry_points(group=ENTRY_POINTS)}
     selected = {word.strip() for word in os.environ.get(SELECT, ",".join(entries)).split(",")}
     names = sorted(selected & entries.keys())
-    return {name: plugin for name in names if (plugin := _load(entries[name])) is not None}
+    found = {name: plugin for name in names if (plugin := _load(entries[name])) is not None}
+    owners: dict[tuple[str, str], str] = {}
+    for name, plugin in found.items():
+        for kind, word in [("task", word) for word in plugin.tasks] + [("command", word) for word in plugin.commands]:
+            if (other := owners.setdefault((kind, word), name)) != name:
+                raise ConfigError(f"plugins {other} and {name} both register {kind} {word}; uninstall one")
+    return found
 
 
 _failures: dict[str, str] = {}

@@ -26,6 +26,7 @@ from kvq.results.files import (
     DIGITS,
     PACK,
     RECORD,
+    TEMPORARY,
     list_records,
     loose_samples,
     pack_samples,
@@ -171,14 +172,19 @@ class Store:
     def put(self, record: Record, samples: Iterable[Mapping[str, Any]] = ()) -> Record:
         """Store a record and its samples, replacing what was there under its key, and return it as stored.
 
-        Hold `lock(record.key)` when another process may write the same key. A kill during the replacement leaves the
-        old record, the new one, or none.
+        Hold `lock(record.key)` when another process may write the same key. When the disk is full, the old record
+        stays; a kill during the replacement leaves the old record, the new one, or none.
         """
         lines = _dump_samples(record.key, samples)
         digest = hashlib.sha256(lines).hexdigest() if lines else None
         stored = record.model_copy(update={"samples_sha256": digest})
         path, content = self.runs / record_path_of(record), dump_record(stored)
+        room = (
+            self.runs / f".{record.key}{TEMPORARY}"
+        )  # found before the old record goes, and given back for the new one
         try:
+            write_file(room, lines + content)
+            room.unlink()
             with self._hold(PACK):
                 # First, or a kill between the two files would leave the old record beside the new samples.
                 for old in {path, *self._paths(record.key)}:

@@ -21,13 +21,16 @@ from kvq.config.diagnostics import TniConfig
 from kvq.methods.method import Method
 from kvq.models.inputs import Inputs
 from kvq.results.files import Journal
-from kvq.tasks.capture import LayerStates, block_of, capture_windows, check
+from kvq.tasks.capture import LayerStates, block_of, capture_windows, check, windows_of
 from kvq.tasks.measurement import Baseline, Measurement, Task, averaged, mean_metric, units_like
 
 SIDES = ("query", "key", "value")
 _FIRST = 16
+_MOST = 0.9  # of a head's attention, above which it is that of one token (NSNQuant, section 3.1)
 _ROUNDING = 1e-6  # of the largest value
 _UNITS = {
+    "largest_*_share": "fraction",
+    "heads_of_one_token": "heads",
     "*_error_share_of_sinks": "fraction",
     "*_sinks": "positions",
     "*_layers_*": "layers",
@@ -46,8 +49,8 @@ def positions_of(tokens: int, count: int) -> list[int]:
 class NormStatistics:
     """Norm statistics of every layer and side, collected window by window."""
 
-    def __init__(self, task: TniConfig) -> None:
-        self.task, self.positions = task, positions_of(task.context, task.positions)
+    def __init__(self, task: TniConfig, by_token: TokenShares | None = None) -> None:
+        self.task, self.positions, self._by_token = task, positions_of(task.context, task.positions), by_token
         self._rows: dict[tuple[int, str], list[dict[str, Tensor]]] = defaultdict(list)
         self.relative: dict[tuple[int, str], list[Tensor]] = defaultdict(list)
         self._received: dict[int, list[Tensor]] = defaultdict(list)
@@ -56,6 +59,8 @@ class NormStatistics:
     def add(self, layer: LayerStates) -> None:
         """Take one layer of one window."""
         received = diagnostics.attention_received(layer.attention, layer.query, layer.key).cpu()
+        if self._by_token is not None:
+            self._by_token.add(layer.index, received)
         for side in SIDES:
             norms, place = diagnostics.token_norms(getattr(layer, side)), (layer.index, side)
             ratios, spread = diagnostics.over_median(norms)[0], diagnostics.imbalance(norms)
@@ -92,6 +97,44 @@ class NormStatistics:
             row |= {"norms": mean["norms"].T.tolist(), "relative": relative[self.positions].tolist()}
             out.append(row | {"attention": torch.stack(self._received[layer]).mean(0)[self.positions].tolist()})
             out += [{"kind": "sink", "side": side, "layer": layer, **sink} for sink in self.sinks(layer, side)]
+        return out + (self._by_token.samples() if self._by_token is not None else [])
+
+
+class TokenShares:
+    """Attention by what tokens are: of what queries give to earlier tokens, the share of each token of the vocabulary.
+
+    The first token of a window stands by itself, as `first`: heads look at it whatever it is.
+
+    Source: NSNQuant (arXiv 2505.18231), section 3.1: a comma receives more than 90% in certain heads.
+    """
+
+    def __init__(self, inputs: Inputs) -> None:
+        self._most = inputs.config.task.by_token
+        self._windows = [torch.cat([window.new_full((1,), -1), window[1:]]) for window in windows_of(inputs)]
+        self._tokens = torch.cat(self._windows).unique()
+        self._sums: dict[int, Tensor] = {}
+        self._seen: dict[int, int] = defaultdict(int)
+        self._name = inputs.tokenizer.decode
+
+    def add(self, layer: int, received: Float[Tensor, "heads tokens"]) -> None:
+        """Take what the tokens of the next window receive in a layer, as means over the queries behind each."""
+        places = torch.searchsorted(self._tokens, self._windows[self._seen[layer]])
+        self._seen[layer] += 1
+        weight = received * torch.arange(received.shape[1] - 1, -1, -1, dtype=received.dtype)
+        sums = self._sums.setdefault(layer, weight.new_zeros(len(weight), len(self._tokens)))
+        sums.index_add_(1, places, weight)
+
+    def samples(self) -> list[dict[str, Any]]:
+        """`kind` token: the tokens of largest share of every query head, largest first."""
+        out: list[dict[str, Any]] = []
+        for layer, sums in sorted(self._sums.items()):
+            shares = sums / sums.sum(1, keepdim=True)
+            for head, row in enumerate(shares):
+                for place in row.argsort(descending=True)[: self._most].tolist():
+                    token = int(self._tokens[place])
+                    text = "first" if token < 0 else self._name([token])
+                    named = {"layer": layer, "head": head, "token": token, "text": text}
+                    out.append({"kind": "token", **named, "share": float(row[place])})
         return out
 
 
@@ -107,7 +150,9 @@ def groups_of(method: Method, sinks: dict[tuple[int, str], list[int]], layer: La
         for stage, y in outputs:
             plain = float(diagnostics.group_ranges(y, group).mean())
             size = float(y.square().mean().sqrt().clamp_min(torch.finfo(torch.float32).tiny))
-            yield {"kind": "range", **place, "stage": stage, "range": plain, "relative_range": plain / size}
+            norms = diagnostics.token_norms(y)
+            means = {"range": plain, "relative_range": plain / size, "norm": float(norms.mean())}
+            yield {"kind": "range", **place, "stage": stage, **means, "first_norm": float(norms[..., 0].mean())}
         x_hat, last = diagnostics.reconstruct(codec, x, block, layer.rope), outputs[-1][1]
         count = last.shape[2] // group
         kept = slice(0, count * group)
@@ -119,9 +164,9 @@ def groups_of(method: Method, sinks: dict[tuple[int, str], list[int]], layer: La
             scale = norms.mean() / diagnostics.token_norms(last).mean().clamp_min(1e-30)
             bound = diagnostics.step_bound(diagnostics.group_ranges(last, group), codec.quantizer.bits)
             row["bound"] = bound.mean(3) * scale
-        means = {name: part[0].double().mean(0).tolist() for name, part in row.items()}
+        by_group = {name: part[0].double().mean(0).tolist() for name, part in row.items()}
         for index in range(count):
-            yield {"kind": "group", **place, "group": index, **{name: part[index] for name, part in means.items()}}
+            yield {"kind": "group", **place, "group": index, **{name: part[index] for name, part in by_group.items()}}
         if shares:
             positions = sinks[layer.index, side]
             found = diagnostics.without_tokens(codec, x, torch.tensor(positions), group, layer.rope)
@@ -132,7 +177,7 @@ def groups_of(method: Method, sinks: dict[tuple[int, str], list[int]], layer: La
 def measure(inputs: Inputs, method: Method, baseline: Baseline | None, journal: Journal) -> Measurement:
     """Norms; for a method also ranges, bounds, errors of sinks, else of the position of lowest norm."""
     task: TniConfig = inputs.config.task
-    norms = NormStatistics(task)
+    norms = NormStatistics(task, TokenShares(inputs) if task.by_token else None)
     windows = capture_windows(inputs, norms.add)
     rows = norms.samples()
     if not method.is_full_precision:
@@ -149,6 +194,8 @@ def measure(inputs: Inputs, method: Method, baseline: Baseline | None, journal: 
                 row["share_removed"] = 1 - row["without_sinks"] / whole if whole else 0.0
             rows.append(row)
     metrics = summary(rows) | {"windows": float(windows), "context": float(task.context)}
+    if task.by_token:
+        metrics |= by_token(rows)
     return Measurement(metrics, units_like(metrics, _UNITS), rows)
 
 
@@ -175,6 +222,19 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, float]:
             if rhos:
                 out[f"{side}_{name}_vs_error"] = sum(rhos) / len(rhos)
         out |= mean_metric(f"{side}_error_share_of_sinks", rows, "share_removed", kind="without", side=side)
+    return out
+
+
+def by_token(rows: list[dict[str, Any]]) -> dict[str, float]:
+    """Metrics of `task.by_token`: shares of tokens other than the first, and norms in front of layer 0's quantizers."""
+    shares = [row["share"] for row in rows if row["kind"] == "token" and row["token"] >= 0]
+    commas = [row["share"] for row in rows if row["kind"] == "token" and row["text"].strip() == ","]
+    out = {"largest_token_share": max(shares, default=0.0), "largest_comma_share": max(commas, default=0.0)}
+    out["heads_of_one_token"] = float(sum(share > _MOST for share in shares))
+    for side in ("key", "value"):
+        stages = [row for row in rows if row["kind"] == "range" and row["side"] == side and row["layer"] == 0]
+        if stages:
+            out |= {f"{side}_coded_{name}_layer0": stages[-1][name] for name in ("first_norm", "norm")}
     return out
 
 

@@ -206,11 +206,15 @@ def test_a_plugin_that_cannot_be_imported_is_one_line_and_the_run_goes_on(
 
 
 @pytest.mark.every_plugin
-def test_one_name_of_two_plugins_is_refused_with_both(tmp_path: Path) -> None:
-    install(tmp_path / "site", "one", method="kivi")
-    with pytest.raises(ConfigError, match="method=kivi") as error:
+@pytest.mark.parametrize(("method", "what"), [("counted", "command count|task counting"), ("kivi", "method=kivi")])
+def test_one_name_of_two_plugins_is_refused_with_both(tmp_path: Path, method: str, what: str) -> None:
+    site = tmp_path / "site"
+    install(site, "one", method=method)
+    if method == "counted":
+        install(site, "two")
+    with pytest.raises(ConfigError, match=what) as error:
         compose(["method=nsn"])
-    assert all(name in str(error.value) for name in ("one", "conf"))
+    assert all(name in str(error.value) for name in (("one", "two") if method == "counted" else ("one", "conf")))
 
 
 def test_a_stage_that_is_not_found_says_where_it_was_looked_for(tmp_path: Path) -> None:

@@ -114,15 +114,19 @@ def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
         pass
 
 
-def test_a_full_disk_is_named(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_is_named_and_keeps_what_was_there(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     record = made.record("kivi", "2", metrics={"nll": 1.25})
+    stored = store.put(record, made.samples([1.0]))
 
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(RecordError, match="No space left on device"):
-        store.put(record, made.samples([2.0]))
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "fsync", full)
+        with pytest.raises(RecordError, match="No space left on device"):
+            store.put(record.model_copy(update={"metrics": {"nll": 2.0}}), made.samples([2.0]))
+    assert store.get(record.key) == stored
+    assert store.samples(record.key) == made.samples([1.0])
     assert temporaries(store) == []
 
 

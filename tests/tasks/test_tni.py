@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -144,6 +145,45 @@ def test_noise_of_logits_is_the_same_wherever_an_outlier_is_until_it_is_rotated(
     assert alignment < 0.2
     assert rotated_alignment == pytest.approx(1, abs=0.2)
     assert more > 5 * noise
+
+
+class NamedInputs(SinkInputs):
+    """Token 7 is a comma, the others are numbers."""
+
+    @property
+    def tokenizer(self) -> Any:
+        return SimpleNamespace(decode=lambda ids: " ," if ids == [7] else str(ids[0]))
+
+
+def test_attention_by_what_tokens_are(tmp_path: Path) -> None:
+    """Shares of what queries give to earlier tokens, by token, against transformers' own weights."""
+    inputs = NamedInputs(TniConfig(context=128, windows=3, by_token=4), with_sink())
+    found = measured(tmp_path, "nsnquant/channel_scale", inputs, overrides=["residual.size=64"])
+    rows = [row for row in found.samples if row["kind"] == "token"]
+    assert [row["head"] for row in rows] == [head for head in range(4) for _ in range(4)]
+    total = torch.zeros(4, 1000, dtype=torch.float64)
+    model = inputs.model.model
+    model.set_attn_implementation("eager")
+    for window in inputs.ids[:384].view(3, 128):
+        (weights,) = model(input_ids=window[None], output_attentions=True).attentions
+        given = weights[0].double().tril(-1).sum(1)
+        names = torch.cat([torch.tensor([999]), window[1:]])
+        total.index_add_(1, names, given)
+    shares = total / total.sum(1, keepdim=True)
+    for row in rows:
+        assert row["share"] == pytest.approx(float(shares[row["head"], row["token"]]), rel=1e-4)
+        assert row["text"] == ("first" if row["token"] < 0 else " ," if row["token"] == 7 else str(row["token"]))
+    for head in range(4):
+        best = [row["share"] for row in rows if row["head"] == head]
+        assert best == pytest.approx(shares[head].topk(4).values.tolist(), rel=1e-4)
+    others = [row["share"] for row in rows if row["token"] >= 0]
+    assert found.metrics["largest_token_share"] == max(others)
+    assert found.metrics["heads_of_one_token"] == sum(share > 0.9 for share in others)
+    (coded,) = [row for row in found.samples if row["kind"] == "range" and row["side"] == "key"][-1:]
+    assert found.metrics["key_coded_norm_layer0"] == coded["norm"]
+    assert found.metrics["key_coded_first_norm_layer0"] == coded["first_norm"]
+    plain = measured(tmp_path, "fp16", SinkInputs(TniConfig(context=128, windows=1), with_sink()))
+    assert not any("token_share" in name for name in plain.metrics)
 
 
 def config(**changes: object) -> DistributionConfig:
