@@ -18,10 +18,10 @@ from typing import Any
 
 import torch
 
-from kvq.calibration.fit import fitted
+from kvq.calibration.fit import load_or_fit
 from kvq.config.explain import composed
 from kvq.methods.method import Method
-from kvq.models import LoadedModel
+from kvq.models.load import LoadedModel
 from kvq.models.placing import onednn_linear
 from kvq.results.provenance import cpu_name
 from kvq.runs import Prepared
@@ -49,7 +49,7 @@ def prepare(words: list[str]) -> tuple[Prepared, Method]:
     """A run and its method, with the tables of its calibration."""
     prepared = Prepared(composed(words))
     method = prepared.method
-    return prepared, fitted(prepared.inputs, method)[0] if prepared.calibrates else method
+    return prepared, load_or_fit(prepared.inputs, method)[0] if prepared.calibrates else method
 
 
 def seconds(call: Callable[[], Any]) -> float:
