@@ -54,7 +54,7 @@ def test_a_sweep_composes_names_and_reads_each_run_once(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     # The presets of two methods, by which new records are labelled, are composed too, once in a process.
     for measured, labels, choices in ((JOBS + FULL_PRECISION, 2, 5), (0, 0, 0)):
-        composing._full_precision.cache_clear()
+        composing._plain.cache_clear()
         composing._compose_choices.cache_clear()
         counts.clear()
         assert main([*given, *SWEEP]) == 0

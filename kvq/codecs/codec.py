@@ -242,6 +242,9 @@ class StoredWithKeys(Codec):
     def with_stages(self, stages: Iterable[tuple[str, Stage]], quantizer: Quantizer | None = None) -> Codec:
         return self
 
+    def encode_block(self, blocks: Blocks, rope: Rope | None = None, dtype: torch.dtype | None = None) -> Parts:
+        raise Unsupported("values are stored with the keys, by the codec of these")
+
 
 def check_nested(codec: Codec, outer: str, binds: bool = False) -> None:
     """Raise `Unsupported` for a codec that cannot work inside a quantizer (`outer`), which knows no token positions.

@@ -257,8 +257,9 @@ class UniformQuantizer(CodeQuantizer):
             used = scale.masked_fill(scale == 0, 1)
             zero = round_steps(low.neg().div_(used), self.rounding).clamp_(0, top)
             codes = round_steps(self._steps(groups, used).add_(zero), self.rounding).clamp_(0, top)
-            used, zero = used.squeeze(self._dim).float().contiguous().view(torch.int32), zero.squeeze(self._dim).int()
-            return {"scale": (used & -(1 << self.bits) | zero).view(torch.float32)}, codes
+            used, zero = used.squeeze(self._dim), zero.squeeze(self._dim).int()
+            stored = torch.empty_like(used, dtype=torch.float32).copy_(used).view(torch.int32)
+            return {"scale": (stored & -(1 << self.bits) | zero).view(torch.float32)}, codes
         else:
             scale = scale_for_integer_zero(scale, low)
             zero = low.neg().div_(scale).round_()

@@ -122,6 +122,7 @@ class MemoryConfig(DiagnosticConfig):
 
     reads_weights: ClassVar[bool] = False
     reads_cache: ClassVar[bool] = True
+    version: ClassVar[int] = 2
     name: str = "memory"
     lengths: Counts = field(default_factory=lambda: [1024, 4096, 32768, 131072])
     measured: Natural = 32768

@@ -64,7 +64,10 @@ def entry_of(record: Record, group: str | None = None) -> dict[str, Any]:
 
 def sweep_of(command: str) -> str | None:
     """Name of the sweep that a command started, derived from the command; None for a single run."""
-    words = shlex.split(command)[1:]
+    try:
+        words = shlex.split(command)[1:]
+    except ValueError:  # of a shell that kvq did not write
+        words = command.split()[1:]
     is_sweep = any(word in _MULTIRUN or word.startswith("+experiment=") for word in words)
     text = " ".join(word for word in words if is_sweep and word not in _MULTIRUN)
     return re.sub(r"[/\\#?%:]", "-", text)[:128] or None

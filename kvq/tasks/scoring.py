@@ -33,8 +33,8 @@ Targets = Int[Tensor, "batch targets"]
 LogProbs = Float[Tensor, "batch targets vocab"]
 Bounds = list[tuple[int, int]]
 """First token of each chunk, and the one behind its last."""
-CHUNK = 256
-"""Tokens per forward, where a method can read so many: whole blocks of smaller residuals share a forward."""
+CHUNK = 128
+"""Queries per forward of a full-precision run, which has no residual; equal to the methods' usual residual size."""
 LOGIT_CHUNK = 128
 """Positions whose logits are in memory at once under `parallel`."""
 
@@ -59,7 +59,7 @@ def sliding_chunk(method: Method, residual: ResidualSide) -> int:
 
 
 def scoring_bounds(method: Method, length: int, chunk: int | None = None) -> Bounds:
-    """Chunks of `length` tokens that end where a block residual is flushed: a block each, or several of `CHUNK` tokens.
+    """Chunks of `length` tokens that end where a block residual is flushed, so that none is flushed within a chunk.
 
     Results do not depend on the cuts, which avoid second copies of tokens. Where a method needs it (`steps`), each
     token is a chunk. `chunk`: most tokens per forward (default: whole blocks; `CHUNK` where none cuts).
@@ -74,10 +74,8 @@ def scoring_bounds(method: Method, length: int, chunk: int | None = None) -> Bou
         sides = zip((method.key, method.value), _sides(method.residual), strict=True)
         quantized = [side for codec, side in sides if codec is not None]
         first = 0 if method.has("decoded_at_once") else method.sink_tokens
-        most = 1 if method.policies else CHUNK  # what chooses among the tokens of a block needs them alone
         for side in quantized:
-            block = max(side.size, 1)
-            size = sliding_chunk(method, side) if side.policy is Policy.sliding else block * max(most // block, 1)
+            size = sliding_chunk(method, side) if side.policy is Policy.sliding else max(side.size, 1)
             cuts |= set(range(first, length, size))
         if not quantized:
             cuts |= set(range(first, length, CHUNK))

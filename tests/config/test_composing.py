@@ -14,7 +14,6 @@ from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.base import Node
 
-from kvq import methods
 from kvq.cli import main
 from kvq.config import compose, composing, conf_dir, plugins, resolve
 from kvq.config.choices import choices_in, find
@@ -338,8 +337,7 @@ def test_a_value_is_no_earlier_name() -> None:
 
 
 @pytest.mark.every_plugin
-def test_earlier_names_of_presets_as_calls() -> None:
-    assert methods.Kitty(bits=2, value={"halves": "up"}) == methods.Kitty(bits=2, value={"rounding": "up"})
+def test_earlier_names_on_a_command_line() -> None:
     given = [
         "method.value.quantizer.halves=up",
         "halves=3",

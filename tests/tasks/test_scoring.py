@@ -13,7 +13,7 @@ from kvq.errors import DataError, Unsupported
 from kvq.methods.build import build_method
 from kvq.methods.method import Method
 from kvq.models.load import LoadedModel
-from kvq.tasks.scoring import CHUNK, batches, cut_windows, parallel_method, score, scoring_bounds
+from kvq.tasks.scoring import batches, cut_windows, parallel_method, score, scoring_bounds
 from tests.cache.states import nearest_bits
 from tests.cache.test_assisted import built, layers_for
 from tests.golden.methods import TRUNCATED
@@ -116,34 +116,15 @@ def test_the_last_targets_alone_are_the_same(monkeypatch: pytest.MonkeyPatch) ->
     torch.testing.assert_close(last, whole[:, 49:], atol=1e-12, rtol=0)
 
 
-def test_bounds_cut_at_flushes_of_as_many_blocks_as_a_forward_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bounds_cut_at_every_flush_and_nowhere_else() -> None:
     method = build_method("kivi/block", bits=2, overrides=["residual.key.size=32", "residual.value.size=48"])
-    assert scoring_bounds(method, 300) == [(0, 240), (240, 256), (256, 300)]
-    monkeypatch.setattr("kvq.tasks.scoring.CHUNK", 32)
     assert scoring_bounds(method, 100) == [(0, 32), (32, 48), (48, 64), (64, 96), (96, 100)]
     assert scoring_bounds(method, 50, chunk=20) == [(0, 20), (20, 32), (32, 48), (48, 50)]
-    monkeypatch.setattr("kvq.tasks.scoring.CHUNK", 128)
     assert scoring_bounds(build_method("fp16"), 300) == [(0, 128), (128, 256), (256, 300)]
     sliding = build_method("kivi", bits=2, overrides=["residual.size=96"])  # of the values; keys leave in blocks
     assert scoring_bounds(sliding, 200) == [(0, 96), (96, 128), (128, 192), (192, 200)]
     with pytest.raises(Unsupported, match="residual=none"):
         scoring_bounds(build_method("kivi", bits=2, overrides=["residual=none"]), 100)
-
-
-@pytest.mark.parametrize("scoring", ["generation", "parallel"])
-def test_identity_is_full_precision_bit_for_bit(scoring: str) -> None:
-    """In generation with a block of `CHUNK` tokens, which no forward reads in two forms; else to rounding."""
-    loaded, tokens = random_llama(), token_ids(300, batch=2)
-    for size in (CHUNK, CHUNK // 2):
-        logs = []
-        for name in ("fp16", "identity"):
-            method = build_method(name, head_dim=32, overrides=[f"residual.size={size}"])
-            if scoring == "parallel":
-                logs.append(chunked(loaded, parallel_method(method), tokens, [(0, 300)]))
-            else:
-                logs.append(chunked(loaded, method, tokens, scoring_bounds(method, 299)))
-        assert torch.equal(*logs) or (scoring == "generation" and size < CHUNK)
-        torch.testing.assert_close(*logs, atol=1e-5, rtol=0)
 
 
 def test_parallel_attends_to_nothing_but_decoded_states() -> None:
