@@ -57,6 +57,7 @@ class JoinedLayer(KVCacheLayer):
         return _select_heads(found, slice(0, heads)), _select_heads(found, slice(heads, 2 * heads))
 
     def _keep_state(self, key_states: Tensor, value_states: Tensor) -> int:
+        """As the base, which records what undoes an update, on keys and values joined."""
         both = torch.cat([key_states, value_states], 1)
         return super()._keep_state(both, both)
 

@@ -68,6 +68,7 @@ class PaddedLayer(Layer):
 
     @property
     def sequence_layers(self) -> list[Layer]:
+        """One layer for each number of padding columns, with all sequences that have it."""
         return [part.layer for part in self.parts]
 
     @property

@@ -145,7 +145,8 @@ class CacheSide:
         """Add states and return all that attention reads now, oldest token first.
 
         `quantized_prefill`: attention reads complete new blocks in decoded form (default: in full precision). It does
-        not apply to a single token: in decoding, tokens are always quantized after the attention.
+        not apply to a single token: in decoding, tokens are quantized after the attention. Without a residual (policy
+        `none`, or size 0) every token is encoded first and read decoded.
         """
         first = self._receive(states)
         if self.codec is not None and self._encodes_at_once:

@@ -203,7 +203,8 @@ Transform = TypeVar("Transform", bound=Stage)
 def last_stage(codec: Codec | None, kind: type[Transform], shares: bool, said: str) -> tuple[str, Transform] | None:
     """The name and the object of the transform of this kind that is the last stage of a codec.
 
-    None: the codec has neither it nor a quantizer that `shares` bits over its components.
+    None: the codec has neither it nor a quantizer that `shares` bits over its components. Raises: ConfigError (`said`):
+    one without the other, or a transform that is not last, not alone, or behind other stages than RoPE's.
     """
     stages = [] if codec is None else codec.stages
     names = [name for name, stage in stages if isinstance(stage, kind)]

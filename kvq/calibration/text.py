@@ -175,7 +175,10 @@ def fingerprint_of(inputs: Inputs) -> str | None:
 
 
 def shared_text(inputs: Inputs, texts: Sequence[str]) -> float:
-    """Share (0 to 1) of n-grams that the windows of the run's calibration have in common with what it scores."""
+    """Share (0 to 1) of n-grams that the windows of the run's calibration have in common with what it scores.
+
+    Raises: ConfigError: more than `TEST_TEXT`, unless `allow_test_text`.
+    """
     settings, text = inputs.config.method.calibration, load_text(inputs)
     share = 0.0 if text is None else shared_ngrams(inputs.tokenizer.batch_decode(text.windows), texts)
     if settings.allow_test_text or share <= TEST_TEXT:

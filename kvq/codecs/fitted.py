@@ -77,6 +77,7 @@ class NonUniformQuantizer(Calibrated, Quantizer):
 
     @property
     def indices(self) -> dict[str, int]:
+        """Bits of each stored index, by the name of its part; none where their number varies."""
         return {} if self.ragged else {"codes": self.bits}
 
     def outliers_per_side(self, width: int) -> int:

@@ -181,7 +181,7 @@ class FisherTransform(JointTransform):
         return self._assemble(tables, spectra, {"forward": forward, "inverse": inverse})
 
     def round_tables(self, tables: Tables, moments: JointMoments, widths: UInt8[Tensor, " n"]) -> Tables:
-        """The tables of `fit_joint`, with the rows of components that have bits as they will be stored."""
+        """The tables of `fit_joint` as stored: rows of the inverse with bits rounded, the encoder refitted."""
         own = torch.zeros(len(widths), dtype=torch.long)
         own[tables["order"][0].long()] = widths.long()
         made: dict[str, list[Tensor]] = {"forward": [], "inverse": [], "steps": [], "row_bits": []}
@@ -323,7 +323,7 @@ class FisherTransform(JointTransform):
         return self._group_states(components, like, some)
 
     def _group_states(self, components: Tensor, like: Tensor, some: slice) -> Tensor:
-        """As `_states`, of channels in the order of the groups."""
+        """Channels `some`, in the order of the groups of heads, from stored components by the inverse matrices."""
         order, matrices = self.table("order", like)[0].long(), self._matrices("inverse", like)
         flat, counts = components[..., : len(order)], [len(own) for own in matrices]
         rows = flat.new_zeros(*flat.shape[:-1], sum(counts)).index_copy_(-1, order, flat).split(counts, -1)

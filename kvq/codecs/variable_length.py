@@ -113,7 +113,7 @@ class CodedBlocks(Codec, abc.ABC):
         """The same blocks as `Codec` stores them."""
 
     def uncoded_bytes(self, packed: Packed) -> int | None:
-        """The bytes of the same blocks as `Codec` stores them; None: the measured bits of indices say it."""
+        """Bytes of these blocks without the code; None (here): not reported, as bits per index say it."""
         return None
 
     def decode(self, packed: Packed, rope: Rope | None = None) -> States:

@@ -226,6 +226,7 @@ class VectorQuantizer(Quantizer):
 
     @property
     def indices(self) -> dict[str, int]:
+        """Bits of each stored index, by the name of its part: one of 8 channels."""
         return {"codes": 8 * self.bits}
 
     def check(self, head_dim: int) -> None:

@@ -141,7 +141,7 @@ def parse_bits(given: Any, real: bool = False) -> Bits:
         sides = match.groups() if match else (given.strip(),) * 2
     elif isinstance(given, Sequence) and len(given) == 2:
         sides = tuple(given)
-    numbers = [number for side in sides if (number := _number(side, real)) is not None]
+    numbers = [number for side in sides if (number := _parse_side(side, real)) is not None]
     if len(numbers) < 2 or not all((MIN_REAL if real else MIN_BITS) <= number <= MAX_BITS for number in numbers):
         shown = "null" if given is None else given
         raise ConfigError(
@@ -154,8 +154,8 @@ def parse_bits(given: Any, real: bool = False) -> Bits:
 _NUMBER = r"\d{1,3}(?:\.\d{1,6})?"
 
 
-def _number(side: Any, real: bool) -> float | int | None:
-    """A whole number as an int, and where `real`, any other as a float; None: no such number."""
+def _parse_side(side: Any, real: bool) -> float | int | None:
+    """The bits of a side from a number or text: a whole one as int, others as float where `real`; None: none."""
     if isinstance(side, str) and re.fullmatch(_NUMBER if real else "[0-9]{1,3}", side):
         side = float(side)
     elif isinstance(side, bool) or not isinstance(side, int | (float if real else int)):

@@ -105,19 +105,19 @@ def _rows_of(path: Path, stamp: int, group: str, below: tuple[str, ...]) -> list
         for side in SIDES if "both" in settings else ():
             if side in own:
                 raise ConfigError(f"{path}: {name}: both and {side}; give one of them")
-            own[side] = _of_side(settings["both"], side)
+            own[side] = _name_side(settings["both"], side)
         if "defaults" in table:
             own.setdefault("defaults", table["defaults"])
         found.append(Choice(group, name, path, settings["about"], own, table.get("package")))
     return found
 
 
-def _of_side(value: Any, side: str) -> Any:
-    """A copy of settings of both sides for one."""
+def _name_side(value: Any, side: str) -> Any:
+    """A copy of a row's `both`, at any depth, in which `${kvbits:side}` names this side."""
     if isinstance(value, dict):
-        return {name: _of_side(part, side) for name, part in value.items()}
+        return {name: _name_side(part, side) for name, part in value.items()}
     if isinstance(value, list):
-        return [_of_side(part, side) for part in value]
+        return [_name_side(part, side) for part in value]
     return value.replace("${kvbits:side}", f"${{kvbits:{side}}}") if isinstance(value, str) else value
 
 

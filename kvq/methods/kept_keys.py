@@ -74,6 +74,7 @@ class SinkSide(CacheSide):
         return self.moves_then_steps(0, queries, False)
 
     def moves_then_steps(self, head: int, queries: int, quantized_prefill: bool) -> Transitions:
+        """As `CacheSide.moves_then_steps`; the first tokens fill the sinks and move nothing."""
         room = self.most_sinks - self.sink_tokens
         sinks = min(room, head + queries)
         start = self.sink_tokens + sinks
@@ -206,6 +207,7 @@ class KeptRows(CacheSide):
             self._in_parts = False
 
     def _receive(self, states: Tensor) -> bool:
+        """As `CacheSide._receive`, after a check that `note_kept` was told of all these tokens."""
         if not self._in_parts:
             self._check_all_noted(states)
         return super()._receive(states)

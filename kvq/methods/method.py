@@ -39,6 +39,7 @@ class FirstLayers(Policy):
     excludes = frozenset({"same_stages", "two_codecs", "packed_attention"})
 
     def codec(self, codec: Codec | None, side: str, layer: int) -> Codec | None:
+        """Its own codec of `side` in the first `count` layers; the given one elsewhere, or where it has none."""
         return (getattr(self, side) if layer < self.count else None) or codec
 
 

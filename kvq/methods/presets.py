@@ -50,8 +50,8 @@ class _Caches:
         self._starts.append(cache.starts)
         return EncoderDecoderCache(cache, DynamicCache()) if self._model.config.is_encoder_decoder else cache
 
-    def _uses_cache(self, *asked: bool | None) -> bool:
-        """Whether a call uses a cache, by the first of what is asked that is not None."""
+    def _note_use(self, *asked: bool | None) -> bool:
+        """Whether a call uses a cache, by the first of what is asked that is not None; one without is noted."""
         used = next((one for one in asked if one is not None), True)
         if not used:
             self._starts.append({False})
@@ -61,7 +61,7 @@ class _Caches:
         """A forward pre-hook that adds a cache where none is given."""
         call = named_arguments(module, args, kwargs)
         default = getattr(self._model.config.get_text_config(), "use_cache", None)
-        if call.get("past_key_values") is not None or not self._uses_cache(call.get("use_cache"), default):
+        if call.get("past_key_values") is not None or not self._note_use(call.get("use_cache"), default):
             return None
         return (), call | {"past_key_values": self.make()}
 
@@ -71,7 +71,7 @@ class _Caches:
         def generate(*args: Any, **kwargs: Any) -> Any:
             configs = (args[1] if len(args) > 1 else kwargs.get("generation_config"), self._model.generation_config)
             asked = (getattr(config, "use_cache", None) for config in configs)
-            if kwargs.get("past_key_values") is None and self._uses_cache(kwargs.get("use_cache"), *asked):
+            if kwargs.get("past_key_values") is None and self._note_use(kwargs.get("use_cache"), *asked):
                 kwargs["past_key_values"] = self.make()
             return plain(*args, **kwargs)
 

@@ -96,7 +96,7 @@ class Inputs:
             shape = cache_shape(self.config.model, mla)
             return shape.head_dims, shape.context
         timed = is_timed(self.config.task)
-        name = (self._model_name, mla, timed)
+        name = (self._model_key, mla, timed)
         return self.shared("shape", name, lambda: shape_of(self.config.model, mla, timed))
 
     @property
@@ -104,18 +104,19 @@ class Inputs:
         """Names of the inputs, different for different ones: the model on its device, and the text as tokens."""
         merged = self.config.method.merge_rotation
         return (
-            repr((self.config.device, self._model_name, self.config.cache_dtype, self.config.cache.mla, merged)),
-            repr((self.config.dataset, self._model_name, self.tokens.fingerprint)),
+            repr((self.config.device, self._model_key, self.config.cache_dtype, self.config.cache.mla, merged)),
+            repr((self.config.dataset, self._model_key, self.tokens.fingerprint)),
         )
 
     @property
-    def _model_name(self) -> str:
+    def _model_key(self) -> str:
+        """What `shared` knows this model by: its settings and fingerprint."""
         return repr((self.config.model, self.model_fingerprint))
 
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase:
         """The model's tokenizer."""
-        return self.shared("tokenizer", self._model_name, lambda: load_tokenizer(self.config.model))
+        return self.shared("tokenizer", self._model_key, lambda: load_tokenizer(self.config.model))
 
     @property
     def trained_with_bos(self) -> bool | None:
@@ -153,7 +154,7 @@ class Inputs:
                 f"dataset={dataset.name}: holds items, not text, which task={self.config.task.name} needs; "
                 "use dataset=pydocs, or dataset=text dataset.path=..."
             )
-        name = repr((dataset, self._model_name, context, self.bos))
+        name = repr((dataset, self._model_key, context, self.bos))
         return self.shared("tokens", name, lambda: load_tokens(dataset, self.tokenizer, context, self.bos))
 
     def long_streams(self, tokens: int) -> TokenData:
@@ -163,7 +164,7 @@ class Inputs:
     @property
     def model(self) -> LoadedModel:
         """The model, in evaluation mode on its device."""
-        name = (self.config.device, self._model_name)
+        name = (self.config.device, self._model_key)
         loaded = self.shared("model", name, lambda: load_model(self.config.model, self.config.device))
         return with_cache_dtype(loaded, self.config)
 

@@ -21,7 +21,7 @@ from kvq.results import Store
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command and return its exit status."""
+    """Write every experiment's table of measured and published numbers; return the exit status."""
     out = "folder for the tables (default: tables/experiments in the results folder)"
     parser = command.parser_of("kvq.papers", __doc__, out)
     also = "first write and print the tables of all results, as `python -m kvq.report --print` does"

@@ -115,7 +115,10 @@ class Family(NamedTuple):
 
 
 def family(pairs: Mapping[Name, tuple[Losses, Losses]]) -> Family:
-    """Test all pairs of runs with `max_t`; those of other windows (a broken or old run) are a family of their own."""
+    """Test all pairs of runs with `max_t`; those of other windows (a broken or old run) are a family of their own.
+
+    A pair has no p-value if its two runs scored other windows, lost infinitely, or have too few windows to differ.
+    """
     groups: dict[Hashable, list[Name]] = defaultdict(list)
     runs = {id(run): run for pair in pairs.values() for run in pair}
     scored = {place: (str(run.windows), run.tokens.tobytes()) for place, run in runs.items()}

@@ -117,7 +117,7 @@ class TokenShares:
         self._name = inputs.tokenizer.decode
 
     def add(self, layer: int, received: Float[Tensor, "heads tokens"]) -> None:
-        """Take what the tokens of the next window receive in a layer, as means over the queries behind each."""
+        """Add to each vocabulary token's sum what it receives in the next window (means over the queries behind it)."""
         places = torch.searchsorted(self._tokens, self._windows[self._seen[layer]])
         self._seen[layer] += 1
         weight = received * torch.arange(received.shape[1] - 1, -1, -1, dtype=received.dtype)

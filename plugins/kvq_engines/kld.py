@@ -261,7 +261,7 @@ def record_of(
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command; its exit status."""
+    """Compare two files of log-probabilities (`kvq kld`), store the record, print it; return the exit status."""
     parser = argparse.ArgumentParser(prog="kvq kld", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("base", type=Path, metavar="BASE", help="log-probabilities in full precision")
     parser.add_argument("other", type=Path, metavar="OTHER", help="log-probabilities with a quantized cache")

@@ -51,7 +51,7 @@ def step_tokens(width: int) -> int:
 
 @no_type_check
 class Step:
-    """Builds one step: where its operands are, and its arithmetic on vectors."""
+    """Emits the LLVM code of one intrinsic: pointers to its array arguments, loads of codes, arithmetic on vectors."""
 
     def __init__(self, context, builder, signature, args, width, lanes):
         self.context, self.builder, self.width, self.lanes = context, builder, width, lanes

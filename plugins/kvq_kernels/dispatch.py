@@ -133,7 +133,10 @@ def in_slices(
     blocks: Float[Tensor, "batch blocks heads tokens head_dim"],
     rope: Rope | None,
 ) -> Parts:
-    """The parts that `encode` makes of the blocks, a few at a time, so that stages read what the cache still holds."""
+    """The parts that `encode` makes of the blocks, in slices on the pool's threads that fit the processor's cache.
+
+    `encode` runs in several threads at once.
+    """
     from kvq_kernels.cpu import pool
 
     heads, tokens = blocks.shape[2:4]

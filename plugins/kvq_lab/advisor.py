@@ -124,7 +124,7 @@ def name_prefix(model: str) -> str:
 
 
 class Advisor:
-    """Answers questions from the records of a store."""
+    """Recommends cache formats for one `Question` (model, context, batch, memory, loss) from the records of a store."""
 
     def __init__(self, question: Question) -> None:
         self.question, self.store = question, Store(question.results)

@@ -181,10 +181,13 @@ class Chooser:
             asked = self.question.methods or [one for one in DEFAULT if one.split()[0] in known]
             return [tuple(f"method={one}".split()) for one in asked]
         names = [name for name in known if name.startswith(f"engine/{engine}") and name.count("/") == 1]
-        return [words for name in names for words in self._widths(name, list(known))]
+        return [words for name in names for words in self._overrides_of(name, list(known))]
 
-    def _widths(self, name: str, known: Sequence[str]) -> Iterator[tuple[str, ...]]:
-        """A format as it can be run: its widths where it has some, or a variant that is not calibrated, or fits."""
+    def _overrides_of(self, name: str, known: Sequence[str]) -> Iterator[tuple[str, ...]]:
+        """The overrides that run a format: one set for each of its widths, if it has some; else one.
+
+        A format that needs a calibration, or that cannot run on the model, is replaced by its variant `un...`.
+        """
         method = composed([f"method={name}"]).method
         if method.bits_range is not None:
             yield from ((f"method={name}", f"bits={bits}") for bits in WIDTHS)
@@ -223,7 +226,10 @@ class Chooser:
         raise Unsupported(f"engine={engine}: no format for model={self.model.name} ({reason}); {rest}")
 
     def _draw_passages(self) -> list[str]:
-        """Passages of the text of at least a window of tokens each, in random order."""
+        """Passages of the text of at least a window of tokens each, in random order; sets `text_name` and `folder`.
+
+        Raises: DataError: fewer passages than the first round needs.
+        """
         given, tokenizer = self.question.text, self.inputs.tokenizer
         word = [f"dataset={given}", "dataset.max_tokens=null"] if given in choices()["dataset"] else ["dataset=text"]
         dataset = composed([*word, *([] if given in choices()["dataset"] else [f"dataset.path={given}"])]).dataset

@@ -64,6 +64,7 @@ class Decoder:
         return tokens
 
     def add(self, tokens: Sequence[int]) -> None:
+        """Read tokens into the cache; their logits are dropped."""
         if tokens:
             self.reader.read(self.cache, self.reader.tensor([tokens]))
 

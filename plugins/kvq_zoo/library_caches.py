@@ -239,6 +239,7 @@ class TransformersLayer(Layer):
             self.held = [copy.copy(self.held[index]) for index in indices.tolist()]
 
     def check_crop(self, tokens_to_remove: int) -> None:
+        """Raise unless the last `-tokens_to_remove` tokens (a negative number) are all in the residual."""
         if tokens_to_remove > 0:
             raise ConfigError(f"crop({tokens_to_remove}): give a negative number of tokens to remove")
         waiting = self.key.residual_tokens

@@ -66,7 +66,7 @@ def drawings(
 
 
 def _draw_table(kind: Kind, table: Table, store: Store) -> Iterator[Drawing]:
-    """The figures of a kind that a table of runs allows: of the rows of its task that are done, else of all."""
+    """The figures of a kind from a table: of its task's done rows, or of all rows where the kind names no task."""
     where = table.title.removesuffix(f" ({table.words})").partition(": ")[2]
     words = {"where": "\n".join(filter(None, [where, table.about]))}
     rows = table.rows

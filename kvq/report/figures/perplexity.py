@@ -60,7 +60,10 @@ def places_table(table: Table, index: str, metric: str = "delta_nll") -> pd.Data
 
 
 def places_figure(numbers: pd.DataFrame, words: str, whole: bool = False) -> Figure:
-    """A line per method with standard errors."""
+    """Loss over full precision, or KL (log axis), by place (`first`): a line per method with standard errors.
+
+    `words`: label of the x axis.
+    """
     [metric] = set(numbers.columns) & {"delta_nll", "kl_mean"}
     runs = {run_name(*run): part for run, part in numbers.groupby(["method", "bits"], sort=False)}
     made, axis = draw.panels(1, 2.4 + 0.08 * len(runs))
