@@ -179,9 +179,7 @@ class Store:
         digest = hashlib.sha256(lines).hexdigest() if lines else None
         stored = record.model_copy(update={"samples_sha256": digest})
         path, content = self.runs / record_path_of(record), dump_record(stored)
-        room = (
-            self.runs / f".{record.key}{TEMPORARY}"
-        )  # found before the old record goes, and given back for the new one
+        room = path.with_name(f".{record.key}{TEMPORARY}")  # the room for the new one, before the old one goes
         try:
             write_file(room, lines + content)
             room.unlink()
