@@ -11,12 +11,10 @@ import json
 import platform
 import statistics
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch
+from joint_bench import core_seconds
 
 from kvq.calibration.fit import load_or_fit
 from kvq.config.explain import composed
@@ -53,13 +51,6 @@ def prepare(words: list[str]) -> tuple[Prepared, Method]:
     return prepared, load_or_fit(prepared.inputs, method)[0] if prepared.calibrates else method
 
 
-def seconds(call: Callable[[], Any]) -> float:
-    """Time of the processor in a call, on one thread: other programs do not change it."""
-    start = time.process_time()
-    call()
-    return time.process_time() - start
-
-
 def measure(repeats: int, model: str, more: list[str]) -> dict[str, float]:
     """Median over repeats of each method's time over the plain forward's beside it."""
     torch.set_num_threads(1)
@@ -73,8 +64,8 @@ def measure(repeats: int, model: str, more: list[str]) -> dict[str, float]:
             prepared, method = prepare([*base, f"method={name.split()[0]}", *name.split()[1:]])
             reference, _ = reference_of(prepared.inputs, method, windows, task)
             for _ in range(repeats):
-                plain = seconds(lambda: read_plainly(loaded, windows))
-                scored = seconds(lambda m=method, r=reference: run_ppl(loaded, m, windows, task, r))
+                plain = core_seconds(lambda: read_plainly(loaded, windows))
+                scored = core_seconds(lambda m=method, r=reference: run_ppl(loaded, m, windows, task, r))
                 ratios.setdefault(name, []).append(scored / plain)
             print(f"{name:24} {statistics.median(ratios[name]):.2f}", flush=True)
     return {name: round(statistics.median(values), 3) for name, values in ratios.items()}
