@@ -254,6 +254,12 @@ def no_mask_reason(module: nn.Module) -> str | None:
     )
 
 
+def masks_each_query(model: nn.Module) -> bool:
+    """Whether every attention of a model can give each query of a forward a mask of its own."""
+    parts = attentions(base_of(model))
+    return not any(no_mask_reason(part) or _takes(part, ("position_bias",)) or _adds_bias(part, {}) for part in parts)
+
+
 def _adds_bias(module: nn.Module, arguments: dict[str, Any]) -> bool:
     """Whether an attention adds a bias by the distance of tokens: an argument `position_bias`, or its own."""
     return arguments.get("position_bias") is not None or hasattr(module, "relative_attention_bias")

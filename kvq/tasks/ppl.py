@@ -65,8 +65,10 @@ def run_ppl(
     at_once, continuation = task.scoring is not Scoring.generation, task.scoring is Scoring.continuation
     method = scoring.parallel_method(method) if at_once else method
     # No scored target reads the state of the last token; only a window quantized at once includes it in statistics.
-    whole = None if continuation else [(0, task.context)]
-    bounds = whole if at_once else scoring.scoring_bounds(method, task.context - 1, chunk)
+    if at_once:
+        bounds = None if continuation else [(0, task.context)]
+    else:
+        bounds = scoring.forward_bounds(loaded, method, task.context - 1, chunk)
     result = empty_result(windows, task)
     journal = Journal() if journal is None or fill else journal
     with tqdm(total=len(windows), desc=method.label, unit="window", leave=False, disable=None) as bar:

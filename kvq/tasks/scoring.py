@@ -22,6 +22,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from kvq.cache import KVCache
+from kvq.cache.hooks import masks_each_query
 from kvq.config.residual import Policy, PrefillBlock, Residual, ResidualSide
 from kvq.errors import DataError
 from kvq.methods.method import Method
@@ -35,6 +36,8 @@ Bounds = list[tuple[int, int]]
 """First token of each chunk, and the one behind its last."""
 CHUNK = 128
 """Queries per forward of a full-precision run, which has no residual; equal to the methods' usual residual size."""
+FORWARD = 256
+"""Tokens per forward of `task=ppl` where a forward may hold several flushes (`forward_bounds`)."""
 LOGIT_CHUNK = 128
 """Positions whose logits are in memory at once under `parallel`."""
 
@@ -83,6 +86,22 @@ def scoring_bounds(method: Method, length: int, chunk: int | None = None) -> Bou
         starts = sorted(cuts)
         cuts |= {cut for start, end in itertools.pairwise(starts) for cut in range(start, end, chunk)}
     return list(itertools.pairwise(sorted(cuts)))
+
+
+def forward_bounds(loaded: LoadedModel, method: Method, length: int, chunk: int | None = None) -> Bounds:
+    """`scoring_bounds`, where adjacent chunks become forwards of up to `FORWARD` tokens if a forward may hold flushes.
+
+    It may where a method has codecs and a residual alone and the model's attention takes a mask for each query: the
+    larger products cost less than the second copies of tokens that are flushed within a forward.
+    """
+    bounds = scoring_bounds(method, length, chunk)
+    if chunk or method.policies or method.replaces_layers or steps(method) or not masks_each_query(loaded.model):
+        return bounds
+    joined = bounds[:1]
+    for start, end in bounds[1:]:
+        first = joined[-1][0]
+        joined[-1:] = [(first, end)] if end - first <= FORWARD else [joined[-1], (start, end)]
+    return joined
 
 
 def parallel_method(method: Method) -> Method:

@@ -17,7 +17,7 @@ import transformers
 
 import kvq
 from kvq.models.layers import kv_layers_of, state_layers_of
-from kvq.tasks.scoring import scoring_bounds
+from kvq.tasks.scoring import forward_bounds, scoring_bounds
 from tests.families import FAMILIES, MORE, family
 from tests.random_models import in_double_precision, token_ids
 from tests.tasks.test_scoring import chunked
@@ -41,7 +41,8 @@ def measure(name: str) -> dict[str, float]:
             given = ["residual.size=8", *apart, "key.quantizer.group_size=4"]
             one = kvq.build_method("kivi", bits=2, head_dim=32, overrides=given)
             single = chunked(loaded, one, tokens, scoring_bounds(one, 42, 1))
-            others = [chunked(loaded, one, tokens, scoring_bounds(one, 42, chunk)) for chunk in (None, 7)]
+            cuts = scoring_bounds(one, 42), scoring_bounds(one, 42, 7), forward_bounds(loaded, one, 42)
+            others = [chunked(loaded, one, tokens, bounds) for bounds in cuts]
             found[sliding] = max(float((other - single).abs().max()) for other in others)
         exact = chunked(loaded, kvq.build_method("fp16"), tokens, [(0, 42)])
         return found | {"quantized": float((exact - single).abs().max())}

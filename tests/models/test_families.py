@@ -17,7 +17,7 @@ from kvq.errors import Unsupported
 from kvq.methods.method import Method
 from kvq.models.layers import head_dims_of
 from kvq.tasks.ppl import ppl_windows, run_ppl
-from kvq.tasks.scoring import ReferenceLogProbs, parallel_method, scoring_bounds
+from kvq.tasks.scoring import ReferenceLogProbs, forward_bounds, parallel_method, scoring_bounds
 from tests import presets
 from tests.cache.states import nearest_bits, quantizes
 from tests.families import FAMILIES, MORE, WINDOW, family
@@ -120,9 +120,9 @@ def test_sliding_residuals_are_scored_as_token_by_token(
         # Bamba of transformers needs positions in every forward, also with transformers' own cache.
         singly = scoring_bounds(one, 36, 1)
         expected = token_by_token(loaded, one, tokens) if name in FAMILIES else chunked(loaded, one, tokens, singly)
-        for chunk in (None, 7, 37):
-            got = chunked(loaded, one, tokens, scoring_bounds(one, 36, chunk))
-            assert (got - expected).abs().max() < 1e-9, (side, chunk)
+        for bounds in (*(scoring_bounds(one, 36, chunk) for chunk in (None, 7, 37)), forward_bounds(loaded, one, 36)):
+            got = chunked(loaded, one, tokens, bounds)
+            assert (got - expected).abs().max() < 1e-9, (side, bounds)
         exact = chunked(loaded, kvq.build_method("fp16"), tokens, [(0, 36)])
         assert (exact - expected).abs().max() > 0.1  # that which is compared was quantized
 
@@ -157,6 +157,8 @@ def test_a_bias_by_position_is_refused_where_tokens_move() -> None:
     loaded = family("mpt")
     tokens = token_ids(30)
     block = method("kivi/block")
-    assert chunked(loaded, block, tokens, scoring_bounds(block, 29)).shape == (1, 29, VOCABULARY)
+    bounds = forward_bounds(loaded, block, 29)  # none is flushed within a forward
+    assert bounds == scoring_bounds(block, 29)
+    assert chunked(loaded, block, tokens, bounds).shape == (1, 29, VOCABULARY)
     with pytest.raises(Unsupported, match="MptAttention adds a position_bias, which no mask can follow"):
         chunked(loaded, method("kivi"), tokens, [(0, 29)])

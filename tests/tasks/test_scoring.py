@@ -13,7 +13,7 @@ from kvq.errors import DataError, Unsupported
 from kvq.methods.build import build_method
 from kvq.methods.method import Method
 from kvq.models.load import LoadedModel
-from kvq.tasks.scoring import batches, cut_windows, parallel_method, score, scoring_bounds
+from kvq.tasks.scoring import batches, cut_windows, forward_bounds, parallel_method, score, scoring_bounds
 from tests.cache.states import nearest_bits
 from tests.cache.test_assisted import built, layers_for
 from tests.golden.methods import TRUNCATED
@@ -67,10 +67,10 @@ def test_generation_is_token_by_token_in_fp64(name: str, monkeypatch: pytest.Mon
     loaded = in_double_precision(LoadedModel(llama(layers_for(name)), torch.device("cpu")), monkeypatch)
     method, tokens = built(name), token_ids(51)
     expected = token_by_token(loaded, method, tokens)
-    for chunk in (None, 4):
-        got = chunked(loaded, method, tokens, scoring_bounds(method, 50, chunk))
+    for bounds in (scoring_bounds(method, 50), scoring_bounds(method, 50, 4), forward_bounds(loaded, method, 50)):
+        got = chunked(loaded, method, tokens, bounds)
         assert got.shape == expected.shape == (1, 50, 61)
-        assert (got - expected).abs().max() < 1e-6, chunk
+        assert (got - expected).abs().max() < 1e-6, bounds
 
 
 @pytest.mark.parametrize(
