@@ -190,7 +190,7 @@ def test_an_experiment(mine: Path, capsys: pytest.CaptureFixture[str], monkeypat
     monkeypatch.setattr(expected, "names", lambda: [name for name in own() if name in ("mine/agreement", "nsn/main")])
     ((_, words),) = [found for found in COMMAND.findall(section("An experiment")) if found[0] == "-m kvq.papers"]
     assert papers.main(shlex.split(words)) == 0
-    written = Path("results/tables/experiments/mine-agreement.md").read_text(encoding="utf-8")
+    written = Path("results/tables/experiments/mine.md").read_text(encoding="utf-8")
     assert all(f"{value:.3f}" in written for value in cells.values())
 
 
@@ -221,8 +221,9 @@ def test_the_readme_example_runs(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_links_and_named_files_exist(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
-    for target in re.findall(r"\]\((?!https?://|#)([^)#]+)", text):
+    for target, anchor in re.findall(r"\]\((?!https?://|#)([^)#]+)(?:#([^)]+))?", text):
         assert (page.parent / target).exists(), target
+        assert "/tables/" not in target or f'id="{anchor}"' in (page.parent / target).read_text() or not anchor, anchor
     for name in re.findall(r"`((?:kvq|conf|tests|docs|experiments)/[\w/.]+\.(?:py|yaml|md))`", text):
         assert (ROOT / name).exists(), name
 

@@ -28,10 +28,13 @@ def table_lines(words: str) -> str:
         SystemExit: no such table.
     """
     place = WORDS.fullmatch(words)
-    path = ROOT / "results" / "tables" / f"{place[1] if place else words}.md"
-    if place is None or not path.is_file():
-        raise SystemExit(f"{path.relative_to(ROOT)}: no such table; run make tables")
-    rows = [line for line in path.read_text(encoding="utf-8").splitlines() if line.startswith("|")]
+    name = place[1] if place else words
+    path = ROOT / "results" / "tables" / f"{name.rpartition('-')[0]}.md"
+    page = path.read_text(encoding="utf-8") if path.is_file() else ""
+    section = page.partition(f'id="{name}"')[2].partition("\n## ")[0]
+    if place is None or not section:
+        raise SystemExit(f"{name}: no such table in {path.relative_to(ROOT)}; run make tables")
+    rows = [line for line in section.splitlines() if line.startswith("|")]
     wanted = [(0, place[2] and named_methods(place[2])), (1, place[3] and place[3].split())]
     cells = [[cell.strip() for cell in row.strip("|").split("|")] for row in rows]
     columns = [int(number) - 1 for number in (place[4] or "").split()]

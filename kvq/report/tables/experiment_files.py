@@ -154,14 +154,14 @@ def _notes_of(experiment: Experiment, cells: Sequence[Shown], numbers: Mapping[s
 
 
 def markdown(experiment: Experiment, grids: Sequence[Sheet]) -> str:
-    """All tables of an experiment on one page."""
-    lines = [f"# {_title(experiment)}", ""]
+    """All tables of an experiment as a section of its page."""
+    lines = [formats.heading(slug(experiment.name), _title(experiment)), ""]
     more = f" and {experiment.baselines} of full precision beside them" if experiment.baselines else ""
     lines += [f"`python run.py +experiment={experiment.name}`, {experiment.runs} runs in full{more}."]
     for choice, runs in experiment.waiting.items():
         lines.append(f"\nNot in this version: `{choice}`, which {runs} of the runs need.")
     for grid in grids:
-        lines += ["", f"## {formats.escape_markdown(grid.title)}", "", *formats.markdown_rows(grid), ""]
+        lines += ["", f"### {formats.escape_markdown(grid.title)}", "", *formats.markdown_rows(grid), ""]
         lines += [f"- {_as_code(note)}" for note in grid.notes]
     return "\n".join(lines).rstrip() + "\n"
 
@@ -179,7 +179,7 @@ def latex(experiment: Experiment, grids: Sequence[Sheet]) -> str:
     lines = [formats.PREAMBLE]
     for index, grid in enumerate(grids):
         own = [note for note in grid.notes if note.startswith(_OWN)]
-        label = f"tab:{slug(experiment)}" + (f"-{index + 1}" if len(grids) > 1 else "")
+        label = f"tab:{slug(experiment.name)}" + (f"-{index + 1}" if len(grids) > 1 else "")
         notes = [note for note in grid.notes if note not in own]
         lines.append(formats.landscape(replace(grid, label=label, notes=notes, comments=own)))
     return "\n".join(lines).rstrip() + "\n"
@@ -202,9 +202,9 @@ def csv(filled: Filled) -> str:
     return formats.csv_of(rows)
 
 
-def slug(experiment: Experiment) -> str:
-    """The experiment's name as a file's."""
-    return re.sub(r"[^A-Za-z0-9_.]+", "-", experiment.name).strip("-.") or "experiment"
+def slug(name: str) -> str:
+    """An experiment's name, or its group's, as a file's."""
+    return re.sub(r"[^A-Za-z0-9_.]+", "-", name).strip("-.") or "experiment"
 
 
 def _title(experiment: Experiment) -> str:
@@ -216,18 +216,18 @@ def _title(experiment: Experiment) -> str:
 def write_experiments(
     experiments: Sequence[Experiment], records: Answers, reference: Reference, out_dir: Path
 ) -> list[Path]:
-    """Write every experiment as Markdown, CSV and LaTeX and an index of them; return their paths."""
+    """Write every experiment as CSV and LaTeX, a page of Markdown per group, and an index; return their paths."""
     files: dict[str, str] = {}
-    stale, rows = staleness(), []
+    stale, rows, sections = staleness(), [], []
     for experiment in experiments:
         filled = fill(experiment, records, reference, stale)
-        name, grids = slug(experiment), grids_of(filled)
-        files |= {f"{name}.md": markdown(experiment, grids), f"{name}.tex": latex(experiment, grids)}
-        files[f"{name}.csv"] = csv(filled)
+        name, page, grids = slug(experiment.name), slug(experiment.name.partition("/")[0]), grids_of(filled)
+        sections.append((page, markdown(experiment, grids)))
+        files |= {f"{name}.tex": latex(experiment, grids), f"{name}.csv": csv(filled)}
         done = f"{sum(cell.value is not None for cell in filled.cells)} of {len(filled.cells)}"
         never = (f"{count}: {formats.escape_markdown(reason)}" for reason, count in count_refused(filled.cells).items())
-        cells = [f"`{experiment.name}`", f"[{_title(experiment)}]({name}.md)", done, ", ".join(filled.stand_ins)]
+        cells = [f"`{experiment.name}`", f"[{_title(experiment)}]({page}.md#{name})", done, ", ".join(filled.stand_ins)]
         cells += [str(experiment.runs), ", ".join(experiment.waiting), "; ".join(never)]
         rows.append([cell or DASH for cell in cells])
     table = "\n".join(formats.markdown_table(_INDEX, rows, numbers={2, 4}))
-    return write_files("tables", out_dir, files | {INDEX: f"{_BEGIN}\n{table}\n"})
+    return write_files("tables", out_dir, files | formats.pages(sections) | {INDEX: f"{_BEGIN}\n{table}\n"})

@@ -6,7 +6,7 @@ import io
 import itertools
 import os
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Collection, Container, Iterable, Mapping, Sequence
 from contextlib import suppress
 from csv import DictWriter
@@ -74,9 +74,22 @@ def _breakable(text: str) -> str:
 CSV_METRICS: list[str] = layout.LISTED["csv"]
 
 
+def pages(sections: Iterable[tuple[str, str]]) -> dict[str, str]:
+    """Markdown files of sections that each name their page: the sections of a page stand in their order."""
+    found: dict[str, list[str]] = defaultdict(list)
+    for page, section in sections:
+        found[page].append(section)
+    return {f"{page}.md": "\n".join([f"# {escape_markdown(page)}\n", *own]) for page, own in found.items()}
+
+
+def heading(anchor: str, title: str) -> str:
+    """A section's heading, which a link finds by `anchor`; `title` is escaped."""
+    return f'## <a id="{anchor}"></a>{title}'
+
+
 def markdown(table: layout.Table) -> str:
-    """The table as GitHub Markdown, its protocol above and its notes below."""
-    lines = [f"# {escape_markdown(table.title)}", ""]
+    """The table as a section of GitHub Markdown, its protocol above and its notes below."""
+    lines = [heading(table.slug, escape_markdown(table.title)), ""]
     lines += [f"- {escape_markdown(line)}" for line in table.protocol]
     lines += ["", *markdown_rows(table.sheet)]
     lines += ["", *(f"- {escape_markdown(note)}" for note in table.notes)]
@@ -125,7 +138,7 @@ def index(tables: layout.Tables) -> str:
             states = Counter(row.record.status for row in table.rows)
             counts = [f"{count} {state}" for state, count in sorted(states.items())] or ["no runs"]
             counts += [f"{stale} stale"] if (stale := sum(row.stale for row in table.rows)) else []
-            rows.append([f"[{name}]({table.slug}.md)", ", ".join(counts)])
+            rows.append([f"[{name}]({table.page}.md#{table.slug})", ", ".join(counts)])
         lines += ["", f"## {escape_markdown(task)}", "", *markdown_table(["table", "runs"], rows)]
     if tables.broken:
         lines += ["", "## Skipped, because they are not records", ""]
@@ -140,26 +153,26 @@ _BEGIN = """\
 Made from the records by `make tables`, which writes each as CSV and LaTeX too; changes here are
 overwritten. The papers' tables, measured beside published, are in [experiments](experiments/index.md);
 figures in [figures](../figures/index.md)."""
-_FORMATS = {"md": markdown, "csv": csv, "tex": latex}
+_FORMATS = {"csv": csv, "tex": latex}
 # The names `write_tables` gives: nothing else in the folder is ever removed.
-_OURS = re.compile(r"\]\(([A-Za-z0-9._-]+-[0-9a-f]{8})\.md\)")
+_OURS = re.compile(r"\]\(([A-Za-z0-9._-]+\.md)#([A-Za-z0-9._-]+-[0-9a-f]{8})\)")
 
 
 def write_tables(store: Store, out_dir: str | os.PathLike[str], *, tables: layout.Tables | None = None) -> list[Path]:
-    """Write every table in all formats and an index.md; remove those that only the index before lists."""
+    """Write tables as CSV, LaTeX, pages of Markdown and an index.md; remove files that only the index before lists."""
     tables = build_tables(store) if tables is None else tables
     if not tables.tables:
         raise no_records(store)
     folder = Path(out_dir)
-    files = {INDEX: index(tables)}
+    files = {INDEX: index(tables)} | pages((table.page, markdown(table)) for table in tables.tables)
     for table in tables.tables:
         files |= {f"{table.slug}.{kind}": write(table) for kind, write in _FORMATS.items()}
     try:
         former = (folder / INDEX).read_text(encoding="utf-8", errors="replace") if (folder / INDEX).exists() else ""
         paths = write_files("tables", folder, files)
-        for slug, kind in itertools.product(set(_OURS.findall(former)), _FORMATS):
-            if f"{slug}.{kind}" not in files:
-                (folder / f"{slug}.{kind}").unlink(missing_ok=True)
+        for page, slug in _OURS.findall(former):
+            for name in {page, *(f"{slug}.{kind}" for kind in _FORMATS)} - files.keys():
+                (folder / name).unlink(missing_ok=True)
     except OSError as error:
         raise RecordError(f"tables: cannot write under '{folder}': {reason_of(error)}") from error
     return paths

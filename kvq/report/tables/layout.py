@@ -101,6 +101,11 @@ class Table:
     texts: Texts | None = None
 
     @property
+    def page(self) -> str:
+        """The name of the Markdown file that has this table and all others of its task, model and data set."""
+        return self.slug.rpartition("-")[0]
+
+    @property
     def lines(self) -> tuple[Row, ...]:
         """The rows as they are shown: of `task=memory` one for each run and length, shortest length first."""
         if not self.is_of_memory:

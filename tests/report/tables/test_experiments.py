@@ -176,7 +176,7 @@ def test_strings_of_records_do_no_harm(tmp_path: Path) -> None:
     assert "$x_1$" not in paper
     rows = list(csv_reader.DictReader(io.StringIO(csv(fill(made_up, by_signature(records), REFERENCE)))))
     assert len(rows) == 3
-    assert "/" not in slug(made_up)
+    assert "/" not in slug(made_up.name)
     paths = write_experiments([made_up], by_signature(records), REFERENCE, tmp_path / "out")
     assert {path.parent for path in paths} == {tmp_path / "out"}
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out"]
