@@ -20,6 +20,8 @@ from kvq.results.noise import Family, compare_items, family
 from kvq.results.presets import parse_label, part_of
 
 Samples = Callable[[Record], list[dict[str, Any]]]
+_LOSSES: dict[str | None, statistics.Losses] = {}
+"""Losses by window of the runs that this process read, by the digest of their samples."""
 
 
 class Comparisons:
@@ -28,7 +30,6 @@ class Comparisons:
     def __init__(self, samples: Samples) -> None:
         self._samples = samples
         self._rows: dict[str, list[dict[str, Any]]] = {}
-        self._losses: dict[str, statistics.Losses | None] = {}
         self._known: dict[tuple[str, str], statistics.Estimate | None] = {}
 
     def delta_nll(self, record: Record, other: Record) -> statistics.Estimate | None:
@@ -50,11 +51,11 @@ class Comparisons:
 
     def losses(self, record: Record) -> statistics.Losses | None:
         """Losses of a run by window; None where its samples hold none."""
-        if record.key not in self._losses:
-            self._losses[record.key] = None
+        digest = record.samples_sha256
+        if digest not in _LOSSES:
             with suppress(RecordError):
-                self._losses[record.key] = statistics.losses(self.samples(record))
-        return self._losses[record.key]
+                _LOSSES[digest] = statistics.losses(self.samples(record))
+        return _LOSSES.get(digest)
 
     def family(self, pairs: Iterable[tuple[Record, Record]]) -> Family:
         """Test the differences of several pairs of runs together; results are by the keys of both."""
