@@ -45,19 +45,16 @@ class KVCache(PaddableCache, WatchfulCache):
             it (`kvq.models.load.LoadedModel`), which says the dtype too.
         method: from `kvq.build_method`; its `layers` makes the layers.
         keep_decoded: keep the decoded copy beside the packed one: faster, bit-identical, no memory saved.
-        quantized_prefill: attention in a prefill already reads complete blocks in decoded form. The default attends at
-            full precision first and then quantizes what leaves the residual, as the papers' generation setting does.
         attention: `dense` decodes keys and values for the model's own attention; `packed` computes the attention of a
             decoded token from the codes (the same function up to rounding), switching the model's attention to one that
-            can. A prefill is dense.
+            can. A prefill attends to dense states in full precision, before what leaves the residual is quantized.
         dtype: of what stays in full precision, and of decoded tokens; None: the `cache_dtype` of a `LoadedModel`, else
             as the model computes. States are cast to it as they enter and to the model's when attention reads them, as
             if the model computed in this dtype.
 
     Raises:
         ConfigError: an unknown attention, or packed attention with `keep_decoded`.
-        Unsupported: the method cannot work on the model's head dim, has no quantized prefill (a backend), or attention
-            cannot read its codes.
+        Unsupported: the method cannot work on the model's head dim, or attention cannot read its codes.
     """
 
     version: ClassVar[int] = 1
@@ -68,7 +65,6 @@ class KVCache(PaddableCache, WatchfulCache):
         model: nn.Module | LoadedModel,
         method: Any,
         keep_decoded: bool = False,
-        quantized_prefill: bool = False,
         attention: str = "dense",
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -86,7 +82,7 @@ class KVCache(PaddableCache, WatchfulCache):
         mla = method.mla
         held = kv_layers_of(config, mla)
         self._states = states_of(module, [layer.index for layer in held])
-        own = method.layers(config, held, keep_decoded, quantized_prefill, packed)
+        own = method.layers(config, held, keep_decoded, packed)
         if packed:
             if getattr(config, "kv_lora_rank", None):
                 raise Unsupported("attention=packed: the model expands the latent that it caches before it attends")
@@ -309,7 +305,6 @@ class KVCache(PaddableCache, WatchfulCache):
         model: nn.Module,
         method: Any,
         keep_decoded: bool = False,
-        quantized_prefill: bool = False,
         attention: str = "dense",
     ) -> KVCache:
         """Return a cache with the tokens that `save` wrote, here or on another machine.
@@ -317,14 +312,14 @@ class KVCache(PaddableCache, WatchfulCache):
         Args:
             model: with the weights and the dtype of the one that filled it, on any device.
             method: with the settings, the residual and the tables of the one that filled it.
-            keep_decoded, quantized_prefill, attention: as `KVCache` has them; the dtype is the file's.
+            keep_decoded, attention: as `KVCache` has them; the dtype is the file's.
 
         Raises:
             DataError: no such file; one that is damaged or of something else; another method, model or version.
         """
         path, layers = Path(path), len(kv_layers_of(model.config.get_text_config()))  # type: ignore[union-attr, operator]
         content = files.read(path, files.identity(model, method, layers))
-        cache = cls(model, method, keep_decoded, quantized_prefill, attention, content["dtype"])
+        cache = cls(model, method, keep_decoded, attention, content["dtype"])
         files.fill(content, model, cache.kv_layers, cache._tables, cache._groups, cache._states)
         return cache
 

@@ -46,8 +46,8 @@ class ValuesOfKeys:
 class JoinedLayer(KVCacheLayer):
     """A layer whose `side` stores keys and values together: `[batch, 2 x heads, tokens, head_dim]`, keys first."""
 
-    def __init__(self, side: CacheSide, quantized_prefill: bool = False, window: int | None = None) -> None:
-        super().__init__(side, side, quantized_prefill, window)
+    def __init__(self, side: CacheSide, window: int | None = None) -> None:
+        super().__init__(side, side, window)
         self.value = ValuesOfKeys(side)
 
     def _map_sides(

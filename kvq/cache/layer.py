@@ -195,13 +195,13 @@ class RecordedUpdate:
     value_states: Tensor
     head: int
 
-    def repeat_without(self, last: int, quantized_prefill: bool) -> tuple[CacheSide, CacheSide]:
+    def repeat_without(self, last: int) -> tuple[CacheSide, CacheSide]:
         """Repeat the update without its `last` tokens, and return the sides for keys and values."""
         count = self.key_states.shape[2] - last
         for side, states in ((self.key, self.key_states), (self.value, self.value_states)):
             side.forget(side.tokens + count)
             if count:
-                side.append_then_steps(states[:, :, :count], min(self.head, count), quantized_prefill)
+                side.append_then_steps(states[:, :, :count], min(self.head, count))
         return self.key, self.value
 
 
@@ -212,12 +212,10 @@ class KVCacheLayer(Layer):
     saved: ClassVar[tuple[str, ...]] = ("evicted", "dtype")
     """Attributes that a file holds, besides those of the sides; classes with more state add to it."""
 
-    def __init__(
-        self, key: CacheSide, value: CacheSide, quantized_prefill: bool = False, window: int | None = None
-    ) -> None:
+    def __init__(self, key: CacheSide, value: CacheSide, window: int | None = None) -> None:
         super().__init__()
         self.window = window
-        self.key, self.value, self.quantized_prefill = key, value, quantized_prefill
+        self.key, self.value = key, value
         self._columns: SourceColumns | None = None
         self._candidates: int | None = None
         self._recorded: RecordedUpdate | None = None
@@ -235,18 +233,18 @@ class KVCacheLayer(Layer):
             self.lazy_initialization(key_states, value_states)
         hidden, queries = self._hidden_tokens, key_states.shape[2]
         candidates = self._keep_state(key_states, value_states) if self.recording else 0
-        head, prefill = queries - candidates, self.quantized_prefill
+        head = queries - candidates
         if candidates or self.token_by_token:
             columns, self._columns = self._columns, None
             if columns is None and any(side.queries for side in self._moves(queries, candidates)):
                 raise self._unknown_attention()
 
             def append(side: CacheSide, states: Tensor) -> tuple[Tensor, Tensor | None]:
-                return side.append_then_steps(states, head, prefill) if candidates else side.append_in_steps(states)
+                return side.append_then_steps(states, head) if candidates else side.append_in_steps(states)
 
             read = _order_columns(columns, *self._map_sides(append, key_states, value_states), hidden)
         else:
-            keys, values = self._map_sides(lambda side, states: side.append(states, prefill), key_states, value_states)
+            keys, values = self._map_sides(lambda side, states: side.append(states), key_states, value_states)
             read = keys[:, :, hidden:], values[:, :, hidden:]
         self._drop_hidden()
         return read
@@ -312,9 +310,8 @@ class KVCacheLayer(Layer):
         """
         if not candidates and not self.token_by_token:
             return Transitions(0, ()), Transitions(0, ())
-        prefill = self.quantized_prefill
         keys, values = (
-            side.moves_then_steps(queries - candidates, candidates, prefill) if candidates else side.moves(queries)
+            side.moves_then_steps(queries - candidates, candidates) if candidates else side.moves(queries)
             for side in (self.key, self.value)
         )
         return skip_hidden(keys, self._hidden_tokens), skip_hidden(values, self._hidden_tokens)
@@ -365,7 +362,7 @@ class KVCacheLayer(Layer):
             self._check_sides(remove)
         except Unsupported:
             assert recorded is not None
-            self.key, self.value = recorded.repeat_without(remove, self.quantized_prefill)
+            self.key, self.value = recorded.repeat_without(remove)
         else:
             for side in (self.key, self.value):
                 side.crop(remove)

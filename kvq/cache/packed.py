@@ -122,8 +122,8 @@ def packed_side(like: CacheSide) -> PackedSide:
 def packed_layer(like: KVCacheLayer, side: Callable[[CacheSide], PackedSide] = packed_side) -> PackedLayer:
     """An empty `PackedLayer` with the settings of `like`; `side`: as `packed_side`."""
     if isinstance(like, JoinedLayer):
-        return PackedJoinedLayer(side(like.key), like.quantized_prefill, like.window)
-    return PackedLayer(side(like.key), side(like.value), like.quantized_prefill, like.window)
+        return PackedJoinedLayer(side(like.key), like.window)
+    return PackedLayer(side(like.key), side(like.value), like.window)
 
 
 def use_packed_attention(model: nn.Module) -> None:

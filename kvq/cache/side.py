@@ -141,12 +141,11 @@ class CacheSide:
         batch, heads, head_dim = self._shape
         return batch * heads * head_dim
 
-    def append(self, states: States, quantized_prefill: bool = False) -> States:
+    def append(self, states: States) -> States:
         """Add states and return all that attention reads now, oldest token first.
 
-        `quantized_prefill`: attention reads complete new blocks in decoded form (default: in full precision). It does
-        not apply to a single token: in decoding, tokens are quantized after the attention. Without a residual (policy
-        `none`, or size 0) every token is encoded first and read decoded.
+        Tokens are quantized after the attention that sees them. Without a residual (policy `none`, or size 0) every
+        token is encoded first and read decoded.
         """
         first = self._receive(states)
         if self.codec is not None and self._encodes_at_once:
@@ -157,7 +156,7 @@ class CacheSide:
         self._hold(states)
         visible = self._visible()
         self._flush(first)
-        return self._visible() if quantized_prefill and states.shape[2] > 1 else visible
+        return visible
 
     def moves(self, queries: int) -> Transitions:
         """The tokens that are encoded before the last of `queries` new tokens attends, if these come one by one."""
@@ -171,15 +170,13 @@ class CacheSide:
         when = [self._kept + self._group * (group + 1) - held for group in range(groups)]
         return tuple(query for query in when for _ in range(self._group))
 
-    def moves_then_steps(self, head: int, queries: int, quantized_prefill: bool) -> Transitions:
+    def moves_then_steps(self, head: int, queries: int) -> Transitions:
         """As `moves`, if `head` tokens come together and then `queries` tokens one by one."""
         if self.codec is None or self._encodes_at_once:
             return Transitions(self.packed_tokens, ())
         held = self.residual_tokens + head
         gone = self._leaving(held, first=not self.seen)
         later = tuple(head + query for query in self._decoded_from(held - gone, queries))
-        if quantized_prefill and head > 1:  # they read them decoded
-            return Transitions(self.packed_tokens + gone, later)
         return Transitions(self.packed_tokens, (head,) * gone + later)
 
     def append_in_steps(self, states: States) -> tuple[States, States | None]:
@@ -201,11 +198,11 @@ class CacheSide:
         decoded = self._flush(first=False, decoded=bool(moved))
         return visible, None if decoded is None else decoded[:, :, :moved]
 
-    def append_then_steps(self, states: States, head: int, quantized_prefill: bool) -> tuple[States, States | None]:
+    def append_then_steps(self, states: States, head: int) -> tuple[States, States | None]:
         """Add the first `head` tokens as `append`, the others as `append_in_steps`, and return as that does."""
         count = states.shape[2] - head
-        moves = self.moves_then_steps(head, count, quantized_prefill)
-        front = self.append(states[:, :, :head], quantized_prefill)
+        moves = self.moves_then_steps(head, count)
+        front = self.append(states[:, :, :head])
         if not count:
             return front, None
         rest = states[:, :, head:]

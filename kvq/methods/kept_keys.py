@@ -66,14 +66,14 @@ class SinkSide(CacheSide):
         rope = super()._rotations
         return None if rope is None else rope.narrow(self.sink_tokens, rope.tokens - self.sink_tokens)
 
-    def append(self, states: States, quantized_prefill: bool = False) -> States:
+    def append(self, states: States) -> States:
         rest = self._keep(states)
-        return self._after_sinks(None if rest is None else super().append(rest, quantized_prefill))
+        return self._after_sinks(None if rest is None else super().append(rest))
 
     def moves(self, queries: int) -> Transitions:
-        return self.moves_then_steps(0, queries, False)
+        return self.moves_then_steps(0, queries)
 
-    def moves_then_steps(self, head: int, queries: int, quantized_prefill: bool) -> Transitions:
+    def moves_then_steps(self, head: int, queries: int) -> Transitions:
         """As `CacheSide.moves_then_steps`; the first tokens fill the sinks and move nothing."""
         room = self.most_sinks - self.sink_tokens
         sinks = min(room, head + queries)
@@ -81,7 +81,7 @@ class SinkSide(CacheSide):
         if head + queries == sinks:
             return Transitions(start + self.packed_tokens, ())
         if head > room:
-            found = super().moves_then_steps(head - sinks, queries, quantized_prefill)
+            found = super().moves_then_steps(head - sinks, queries)
         else:
             found = super().moves(head + queries - sinks)
         return Transitions(found.start + start, tuple(query + sinks for query in found.queries))
@@ -198,11 +198,11 @@ class KeptRows(CacheSide):
             return super().packed_bytes
         return super().packed_bytes + self._rows.view.nbytes + self._at.shape[1] * _POSITION_BYTES
 
-    def append_then_steps(self, states: States, head: int, quantized_prefill: bool) -> tuple[States, States | None]:
+    def append_then_steps(self, states: States, head: int) -> tuple[States, States | None]:
         self._check_all_noted(states)
         self._in_parts = True
         try:
-            return super().append_then_steps(states, head, quantized_prefill)
+            return super().append_then_steps(states, head)
         finally:
             self._in_parts = False
 

@@ -244,7 +244,6 @@ class Method:
         config: Any,
         held: Sequence[KvLayer],
         keep_decoded: bool = False,
-        quantized_prefill: bool = False,
         packed: bool = False,
     ) -> Sequence[Layer]:
         """An empty cache layer for each attention of a model that computes keys and values.
@@ -252,24 +251,22 @@ class Method:
         Args:
             config: the model's transformers text configuration.
             held: index, head dims and window of each of these attentions.
-            keep_decoded, quantized_prefill: as `KVCache` has them.
+            keep_decoded: as `KVCache` has it.
             packed: layers hand over codes, for attention that reads these.
 
         Raises:
             ConfigError: kept keys without token ids, bits for another number of layers, parts that do not go together.
-            Unsupported: a head dim, packed attention or a quantized prefill that the method cannot do.
+            Unsupported: a head dim or packed attention that the method cannot do.
         """
         self.check_layers(len(held))
         self.check_pairs()
-        if quantized_prefill:
-            self.check_needs("quantized_prefill", "quantized_prefill")
         if getattr(config, "kv_lora_rank", None):
             self.check_needs("model", "latent")
         own = self.for_model(config)
         for policy in self.policies:
             own = policy.for_model(own, config)
         if own is not self:
-            return own.layers(config, held, keep_decoded, quantized_prefill, packed)
+            return own.layers(config, held, keep_decoded, packed)
         if packed:
             self.check_packed()
         for codec, dims in ((self.key, [one.head_dim for one in held]), (self.value, [one.value_dim for one in held])):
@@ -284,7 +281,7 @@ class Method:
         # Policies that choose tokens go by all of them; a model's own mask then hides those outside of its window.
         if not self.has("own_window"):
             held = [replace(one, window=None) for one in held]
-        layers = [self._build_layer(place, held, keep_decoded, quantized_prefill) for place in range(len(held))]
+        layers = [self._build_layer(place, held, keep_decoded) for place in range(len(held))]
         if packed:
             return [packed_layer(layer, packed_side_of) for layer in layers]
         for policy in self.policies:
@@ -309,18 +306,16 @@ class Method:
         return replace(self, key=key, value=value)
 
     # In these, `place` is an index into `held`, the cached layers of the model.
-    def _build_layer(
-        self, place: int, held: Sequence[KvLayer], keep_decoded: bool, quantized_prefill: bool
-    ) -> KVCacheLayer:
+    def _build_layer(self, place: int, held: Sequence[KvLayer], keep_decoded: bool) -> KVCacheLayer:
         """A cache layer. Raises: Unsupported: head dims of keys and values differ, which one codec stores together."""
         one, key = held[place], self._build_side("key", place, held, keep_decoded)
         if not self.joins_sides or key.codec is None:  # without one, a layer with a window, kept in full precision
             value = self._build_side("value", place, held, keep_decoded)
-            return KVCacheLayer(key, value, quantized_prefill, one.window)
+            return KVCacheLayer(key, value, one.window)
         if one.head_dim != one.value_dim:
             raise Unsupported(f"method={self.name}: keys of {one.head_dim} channels a head, values of {one.value_dim}")
         key.label = f"layer {one.index} keys and values"
-        return JoinedLayer(key, quantized_prefill, one.window)
+        return JoinedLayer(key, one.window)
 
     def for_window(self, codec: Codec | None, residual: ResidualSide) -> tuple[Codec | None, ResidualSide]:
         """Codec and residual of keys or values in a layer with sliding-window attention.

@@ -68,7 +68,7 @@ class MixedPrecision(Policy):
     does = "chooses tokens as they leave full precision"
     needs = frozenset({"own_tokens"})
     excludes = CHOOSES_TOKENS | {
-        *("two_codecs", "all_at_once", "prompt_at_once", "quantized_prefill", "latent", "expanded_latent"),
+        *("two_codecs", "all_at_once", "prompt_at_once", "latent", "expanded_latent"),
         *("own_window", "sides_apart"),
     }
 
@@ -265,7 +265,7 @@ class PoolLayer(BlockEndLayer):
 class DeferredSide(CacheSide):
     """Holds new states until `settle`, which is called after the attention that reads them."""
 
-    def append(self, states: States, quantized_prefill: bool = False) -> States:
+    def append(self, states: States) -> States:
         self.begins = self._receive(states)
         self._hold(states)
         return self._visible()

@@ -44,7 +44,6 @@ NEEDED: Final[Mapping[Capability, str]] = {
     "prompt_at_once": "a prompt encoded at once; use task.scoring=generation",
     "no_prompt": "tokens one by one from the first on; use task.scoring=parallel, or continuation with a task.prompt",
     "chunked_prompt": "a prompt in chunks; use task.prefill=whole",
-    "quantized_prefill": "a prompt that its own queries read decoded",
     "decoded_at_once": "that a query reads tokens of its own forward decoded",
     "packed_attention": "codes that attention reads; use cache.attention=dense",
     "latent": "keys as a cache holds them, which here is the latent that the model expands",

@@ -79,11 +79,11 @@ class _Caches:
 
     def warn_of_unread(self) -> None:
         """Warn of calls that read no quantized token."""
-        if {False} not in self._starts or self._method.is_full_precision or self._settings["quantized_prefill"]:
+        if {False} not in self._starts or self._method.is_full_precision:
             return
         warnings.warn(
             "kvq.quantize: a call read no quantized token, so its loss and logits are of full precision: one forward "
-            "reads what it stores only with quantized_prefill=True, and use_cache=False stores nothing",
+            "attends before it stores (task=ppl scores a text), and use_cache=False stores nothing",
             stacklevel=4,
         )
 
@@ -97,7 +97,6 @@ def quantize(
     overrides: Sequence[str] = (),
     attention: str = "dense",
     dtype: torch.dtype | None = None,
-    quantized_prefill: bool = False,
 ) -> Iterator[Method]:
     """`with kvq.quantize(model, "kivi", bits=2): model.generate(**inputs)`: caches made inside are quantized.
 
@@ -112,7 +111,7 @@ def quantize(
         method: a name, or a method that is built, such as one with its calibration (`kvq.calibrate`,
             `kvq.bind_calibration`), which comes without `overrides`.
         bits, overrides: as `kvq.build_method`.
-        attention, dtype, quantized_prefill: as `KVCache`. With the last, also one forward reads quantized blocks.
+        attention, dtype: as `KVCache`.
 
     Yields:
         The method.
@@ -125,7 +124,7 @@ def quantize(
     chosen = method_for(model, method, bits, overrides) if isinstance(method, str) else method
     plain = unwrapped(model)
     check_unrotated(plain.config.get_text_config())
-    settings: Any = {"attention": attention, "dtype": dtype, "quantized_prefill": quantized_prefill}
+    settings: Any = {"attention": attention, "dtype": dtype}
     caches = _Caches(plain, chosen, **settings)
     parts = {plain, *stacks(plain)} if not plain.config.is_encoder_decoder else {plain}
     with ExitStack() as undo:

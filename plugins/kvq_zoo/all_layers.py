@@ -31,7 +31,7 @@ States = Float[Tensor, "batch heads _tokens head_dim"]
 
 
 _JOINED: Capabilities = frozenset({"codecs_alone", "two_codecs", "sides_apart", "own_window"})
-_LATE: Capabilities = frozenset({"all_at_once", "quantized_prefill", "decoded_at_once", "packed_attention"})
+_LATE: Capabilities = frozenset({"all_at_once", "decoded_at_once", "packed_attention"})
 
 
 class AllLayers(Policy):

@@ -91,7 +91,7 @@ class Eviction(Policy, abc.ABC):
             raise ConfigError("method.eviction.when=always: tokens cannot leave quantized blocks; use prompt")
         if getattr(config, "num_kv_shared_layers", None):
             raise Unsupported("method.eviction: layers of this model read the keys and values of earlier ones")
-        return EvictingLayer(like.key, like.value, like.quantized_prefill, self)
+        return EvictingLayer(like.key, like.value, self)
 
     @abc.abstractmethod
     def keep(self, seen: Seen, allowed: int) -> Int[Tensor, "batch kv_heads kept"]:
@@ -217,8 +217,8 @@ class EvictingLayer(AttendedLayer):
     irreversible = "tokens that were evicted cannot come back"
     setting = "method.eviction"
 
-    def __init__(self, key: CacheSide, value: CacheSide, quantized_prefill: bool, eviction: Eviction) -> None:
-        super().__init__(key, value, quantized_prefill)
+    def __init__(self, key: CacheSide, value: CacheSide, eviction: Eviction) -> None:
+        super().__init__(key, value)
         self.eviction = eviction
         self._prompt: tuple[Tensor, Tensor] | None = None
 
@@ -290,7 +290,7 @@ class EvictingLayer(AttendedLayer):
         states, self._prompt = self._prompt, None
         kept = self._choose_kept(*states)
         for side, given in zip((self.key, self.value), states, strict=True):
-            side.append(given if kept is None else _gather_tokens(given, kept), self.quantized_prefill)
+            side.append(given if kept is None else _gather_tokens(given, kept))
 
     def reset(self) -> None:
         super().reset()

@@ -54,7 +54,7 @@ class LibraryCache(Policy):
     setting = "backend"
     does = "quantizes anew what it decoded (decode mode)"
     needs = frozenset({"sides_alike"})
-    excludes = CHOOSES_TOKENS | {"two_codecs", "all_at_once", "prompt_at_once", "quantized_prefill", "sides_apart"}
+    excludes = CHOOSES_TOKENS | {"two_codecs", "all_at_once", "prompt_at_once", "sides_apart"}
 
     def __init__(self, name: str, bits: int, group_size: int = 64) -> None:
         check_choice("name", name, BITS)

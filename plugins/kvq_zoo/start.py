@@ -62,26 +62,26 @@ class StartSide(CacheSide):
     def _has_started(self) -> bool:
         return self.packed_tokens > 0 or self.seen >= self._start
 
-    def append(self, states: States, quantized_prefill: bool = False) -> States:
+    def append(self, states: States) -> States:
         """As `CacheSide.append`; until then, attention reads all tokens in full precision."""
         if self._has_started:
-            return super().append(states, quantized_prefill)
+            return super().append(states)
         return self._wait(states, states.shape[2])[0]
 
     def moves(self, queries: int) -> Transitions:
         return super().moves(queries) if self._has_started else self._waiting_moves(0, queries)
 
-    def moves_then_steps(self, head: int, queries: int, quantized_prefill: bool) -> Transitions:
+    def moves_then_steps(self, head: int, queries: int) -> Transitions:
         if self._has_started:
-            return super().moves_then_steps(head, queries, quantized_prefill)
+            return super().moves_then_steps(head, queries)
         return self._waiting_moves(head, queries)
 
     def append_in_steps(self, states: States) -> tuple[States, States | None]:
         return super().append_in_steps(states) if self._has_started else self._wait(states, 0)
 
-    def append_then_steps(self, states: States, head: int, quantized_prefill: bool) -> tuple[States, States | None]:
+    def append_then_steps(self, states: States, head: int) -> tuple[States, States | None]:
         if self._has_started:
-            return super().append_then_steps(states, head, quantized_prefill)
+            return super().append_then_steps(states, head)
         return self._wait(states, head)
 
     def _reached_after(self, head: int) -> int:

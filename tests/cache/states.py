@@ -45,16 +45,13 @@ class NaiveSide:
         self.waiting: list[Tensor] = []
         self.packed_bytes = 0
 
-    def append(self, chunk: Tensor, quantized_prefill: bool = False) -> Tensor:
+    def append(self, chunk: Tensor) -> Tensor:
         """What attention reads."""
         first = not self.decoded and not self.waiting
         self.waiting += chunk.split(1, 2)
         if self.policy == "none":
             while self.waiting:
                 self._encode(len(self.waiting) if self.whole else self.size)
-            return self._read()
-        if quantized_prefill and chunk.shape[2] > 1:
-            self._flush(first)
             return self._read()
         seen = self._read()
         self._flush(first)

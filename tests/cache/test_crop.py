@@ -88,17 +88,16 @@ def test_a_side_is_as_if_the_tokens_never_came(name, residual, chunks, data):
     residual=st.fixed_dictionaries(RESIDUALS),
     values=st.fixed_dictionaries(RESIDUALS),
     chunks=CHUNKS,
-    quantized=st.booleans(),
     data=st.data(),
 )
-def test_a_recorded_update_is_undone_as_if_it_had_come_one_by_one(name, residual, values, chunks, quantized, data):
+def test_a_recorded_update_is_undone_as_if_it_had_come_one_by_one(name, residual, values, chunks, data):
     """Whatever it encoded: tokens together up to the candidates, those one by one, and any number taken back."""
     total, last = sum(chunks), chunks[-1]
     x = states(total).double()
     candidates = data.draw(st.integers(0, last - 1))
     remove = data.draw(st.integers(0, last))
     real, short = (
-        KVCacheLayer(side(name, **residual), side("rtn", **values, label="layer 0 values"), quantized) for _ in range(2)
+        KVCacheLayer(side(name, **residual), side("rtn", **values, label="layer 0 values")) for _ in range(2)
     )
     for start, end in itertools.pairwise([0, *itertools.accumulate(chunks[:-1])]):
         for layer in (real, short):

@@ -46,10 +46,10 @@ def both_ways(*overrides: str, sinks: int = 0) -> tuple[Method, Method]:
     return joined, apart
 
 
-def layers(*overrides: str, sinks: int = 0, prefill: bool = False, window: int | None = None) -> list[KVCacheLayer]:
+def layers(*overrides: str, sinks: int = 0, window: int | None = None) -> list[KVCacheLayer]:
     method = both_ways(*overrides)[1]
     sides = [make_side(method.key, method.residual.key, f"layer 0 {name}", False, sinks) for name in "abc"]
-    return [JoinedLayer(sides[0], prefill, window), KVCacheLayer(*sides[1:], prefill, window)]
+    return [JoinedLayer(sides[0], window), KVCacheLayer(*sides[1:], window)]
 
 
 def same(one: KVCacheLayer, other: KVCacheLayer) -> None:
@@ -64,14 +64,11 @@ def same(one: KVCacheLayer, other: KVCacheLayer) -> None:
 @given(
     chunks=st.lists(st.integers(1, 14), min_size=1, max_size=4),
     sinks=st.sampled_from([0, 2]),
-    prefill=st.booleans(),
     steps=st.booleans(),
 )
-def test_a_joined_layer_reads_what_two_sides_read(
-    residual: str, chunks: list[int], sinks: int, prefill: bool, steps: bool
-) -> None:
+def test_a_joined_layer_reads_what_two_sides_read(residual: str, chunks: list[int], sinks: int, steps: bool) -> None:
     """Also of a fork, and after a choice of sequences."""
-    pair = layers(*RESIDUALS[residual], sinks=sinks, prefill=prefill)
+    pair = layers(*RESIDUALS[residual], sinks=sinks)
     keys, values = (states(sum(chunks) + 5, batch=2, seed=seed) for seed in (1, 2))
     for start, end in itertools.pairwise([0, *itertools.accumulate(chunks)]):
         read = [updated(layer, keys[:, :, start:end], values[:, :, start:end], steps) for layer in pair]

@@ -133,7 +133,7 @@ def test_more_tokens_than_the_model_has_positions(name: str, tmp_path: Path) -> 
     same(model, cache, KVCache.load(tmp_path / "one", model, method))
 
 
-@pytest.mark.parametrize("settings", [{"keep_decoded": True}, {"quantized_prefill": True}, {"attention": "packed"}])
+@pytest.mark.parametrize("settings", [{"keep_decoded": True}, {"attention": "packed"}])
 def test_settings_of_a_cache_are_given_anew(settings: dict[str, Any], tmp_path: Path) -> None:
     model, method = llama(layers=LAYERS, head_dim=64, kv_heads=HEADS), build_method("kivi", bits=2, head_dim=64)
     cache = filled(model, method, **settings)

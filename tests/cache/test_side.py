@@ -45,10 +45,9 @@ def fed(name, x, bounds, **settings_):
     size=st.integers(1, 9),
     whole=st.booleans(),
     keep=st.booleans(),
-    quantized=st.booleans(),
     chunks=st.lists(st.integers(1, 20), min_size=1, max_size=5),
 )
-def test_reads_and_bytes_are_the_naive_ones(name, policy, size, whole, keep, quantized, chunks):
+def test_reads_and_bytes_are_the_naive_ones(name, policy, size, whole, keep, chunks):
     """Any chunking, bit for bit: a block is encoded alone, after the attention that sees its last token."""
     x = states(sum(chunks), batch=2)
     real = side(name, keep, policy=policy, size=size, whole=whole)
@@ -57,7 +56,7 @@ def test_reads_and_bytes_are_the_naive_ones(name, policy, size, whole, keep, qua
     for chunk in chunks:
         piece = x[:, :, start : start + chunk]
         start += chunk
-        assert torch.equal(real.append(piece, quantized), naive.append(piece, quantized))
+        assert torch.equal(real.append(piece), naive.append(piece))
         assert (real.packed_bytes, real.residual_bytes) == (naive.packed_bytes, naive.residual_bytes)
         assert real.tokens == start
         assert real.residual_tokens == len(naive.waiting)

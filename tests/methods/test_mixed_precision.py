@@ -125,8 +125,6 @@ def test_a_window_that_a_pool_would_not_keep_is_refused():
 
 
 def test_what_cannot_be_is_refused(model):
-    with pytest.raises(Unsupported, match="quantized_prefill"):
-        KVCache(model, ott(), quantized_prefill=True)
     cache = KVCache(model, ott(size=8))
     cache.token_by_token = True
     with pytest.raises(Unsupported, match="beyond the end of a block"):

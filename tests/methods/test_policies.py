@@ -34,15 +34,15 @@ LACKS = {
     "h2o": f"{ATTENDED} several_tokens",
     "snapkv": f"{ATTENDED} no_prompt chunked_prompt",
     "streamingllm/kivi": f"sides_alike {ATTENDED} no_prompt chunked_prompt",
-    "ott": f"{ATTENDED} prompt_at_once quantized_prefill",
-    "zipcache": f"{ATTENDED} prompt_at_once quantized_prefill",
-    "kvquant_plus_plus/tiers": f"{ATTENDED} prompt_at_once quantized_prefill",
+    "ott": f"{ATTENDED} prompt_at_once",
+    "zipcache": f"{ATTENDED} prompt_at_once",
+    "kvquant_plus_plus/tiers": f"{ATTENDED} prompt_at_once",
     "nsnquant": "any_position expanded_latent",
     "kvquant_plus_plus/product": "all_at_once",
     "spinquant": TABLES,
     "waterfill_kv": f"{TABLES} any_position codecs_alone all_tokens own_tokens sides_apart",
     "kvtc/all_layers": f"{TABLES} any_position codecs_alone all_tokens own_tokens packed_attention all_at_once "
-    "quantized_prefill decoded_at_once own_window sides_apart",
+    "decoded_at_once own_window sides_apart",
 }
 
 

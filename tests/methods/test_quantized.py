@@ -23,6 +23,7 @@ def written(model: PreTrainedModel, prompt: torch.Tensor, **given: object) -> li
     return out[0].tolist()
 
 
+@pytest.mark.filterwarnings("ignore:kvq.quantize")
 @pytest.mark.parametrize("name", ["kivi", "nsnquant", "kivi/nsnquant_setting", "oscar_covariance"])
 def test_generates_as_with_its_cache_and_undoes_itself(model: PreTrainedModel, name: str) -> None:
     prompt = token_ids(150)
@@ -31,8 +32,8 @@ def test_generates_as_with_its_cache_and_undoes_itself(model: PreTrainedModel, n
     if method.needs_calibration:
         text = "".join(chr(97 + number % 26) for number in range(600))
         method = kvq.calibrate(model, method, text, byte_tokenizer(), samples=2, length=128)
-    own = written(model, prompt, past_key_values=kvq.KVCache(model, method, quantized_prefill=True))
-    with kvq.quantize(model, method, quantized_prefill=True) as used:
+    own = written(model, prompt, past_key_values=kvq.KVCache(model, method))
+    with kvq.quantize(model, method) as used:
         assert used is method
         assert written(model, prompt) == own
         assert type(model(input_ids=prompt).past_key_values) is kvq.KVCache
@@ -44,9 +45,10 @@ def test_generates_as_with_its_cache_and_undoes_itself(model: PreTrainedModel, n
     assert type(model(input_ids=prompt).past_key_values) is DynamicCache
 
 
+@pytest.mark.filterwarnings("ignore:kvq.quantize")
 def test_by_name_with_overrides_and_in_turn(model: PreTrainedModel) -> None:
     prompt = token_ids(150)
-    given = {"overrides": ["residual.size=32"], "dtype": torch.float16, "quantized_prefill": True}
+    given = {"overrides": ["residual.size=32"], "dtype": torch.float16}
     with kvq.quantize(model, "kivi", bits=2, **given) as method:
         cache = model(input_ids=prompt).past_key_values
         assert method.residual.key.size == 32
@@ -58,13 +60,11 @@ def test_by_name_with_overrides_and_in_turn(model: PreTrainedModel) -> None:
 
 
 def test_one_forward_reads_quantized_tokens_or_says_that_it_does_not(model: PreTrainedModel) -> None:
-    """The loss of `zero` is another one with a quantized prefill; else a warning, and none where tokens are read."""
+    """The loss of `zero` is that of full precision, which is warned of; no warning where tokens are read."""
     prompt, zero = token_ids(150), {"overrides": ["residual.size=32"]}
     full = model(prompt, labels=prompt).loss
-    with pytest.warns(UserWarning, match="only with quantized_prefill=True"), kvq.quantize(model, "zero", **zero):
+    with pytest.warns(UserWarning, match="attends before it stores"), kvq.quantize(model, "zero", **zero):
         assert model(prompt, labels=prompt).loss == full
-    with kvq.quantize(model, "zero", **zero, quantized_prefill=True):
-        assert abs(model(prompt, labels=prompt).loss - full) > 0.01
     with kvq.quantize(model, "zero", **zero), torch.no_grad():
         first = model.model(prompt[:, :140], None, None, None)
         assert type(first.past_key_values) is kvq.KVCache
@@ -85,16 +85,17 @@ def test_generate_without_a_cache_is_given_none(model: PreTrainedModel, where: s
         assert written(model, prompt, **given) == full
 
 
+@pytest.mark.filterwarnings("ignore:kvq.quantize")
 def test_the_inner_of_two_statements_holds(model: PreTrainedModel) -> None:
     prompt = token_ids(9)
     given = {"attention_mask": torch.ones_like(prompt), "max_new_tokens": 2, "return_dict_in_generate": True}
-    with kvq.quantize(model, "zero", quantized_prefill=True):
-        with kvq.quantize(model, "identity", quantized_prefill=True):
+    with kvq.quantize(model, "zero"):
+        with kvq.quantize(model, "identity"):
             for made in (model(prompt), model.model(prompt), model.generate(prompt, pad_token_id=0, **given)):
                 assert made.past_key_values.method.name == "identity"
         assert model(prompt).past_key_values.method.name == "zero"
     rotated = kvq.method_for(model, "quarot", 4, ["merge_rotation=true"])
-    with kvq.quantize(model, rotated, quantized_prefill=True):
+    with kvq.quantize(model, rotated):
         model(prompt)
         with pytest.raises(Unsupported, match="an outer `with` rotates"), kvq.quantize(model, "identity"):
             pass

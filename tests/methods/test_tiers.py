@@ -220,7 +220,6 @@ PER_CHANNEL = Codec({}, [], UniformQuantizer(2, "per_channel"))
             "AdaptiveTiers needs codecs without stages over TokenTiers",
         ),
         (lambda m: tiers("residual.key.size=8"), ConfigError, "plans keys and values together"),
-        (lambda m: KVCache(m, tiers(), quantized_prefill=True), Unsupported, "quantized_prefill"),
         (lambda m: KVCache(m, tiers(), attention="packed"), Unsupported, "token_policy of .* use cache.att"),
     ],
 )

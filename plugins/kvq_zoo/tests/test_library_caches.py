@@ -177,8 +177,6 @@ def test_what_it_cannot_do_is_said(name):
     cache.token_by_token = True
     with pytest.raises(Unsupported, match="go past a flush"):
         loaded.hidden_states(tokens, cache)
-    with pytest.raises(Unsupported, match="quantized_prefill"):
-        KVCache(loaded.model, method(name), quantized_prefill=True)
     with pytest.raises(Unsupported, match=r"3 heads of head_dim=32 are no multiple of .*group_size=64"):
         fed(random_llama(heads=3, kv_heads=3), method(name), tokens)
     one = layer(name)
