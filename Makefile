@@ -30,7 +30,7 @@ $(READY): $(LIGHT)
 	$(BIN)/python -m pip install --quiet $(PIP_ARGS) -c constraints.txt -e ".[dev]"
 	@touch $@
 
-# What a run needs, without the packages of tests, pages, W&B, lm-eval, notebooks and launchers. Modules are compiled as
+# What a run needs, without the packages of tests, pages, W&B, lm-eval and notebooks. Modules are compiled as
 # they are first imported: torch's, half of them, while pip is at the others.
 $(LIGHT): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(None if (3, 11) <= v < (3, 14) else f"Python {v[0]}.{v[1]}: kvq needs 3.11, 3.12 or 3.13; make setup PYTHON=python3.12")'

@@ -25,7 +25,7 @@ from kvq import __version__
 from kvq.config import CONFIG_NAME, VERSION_BASE, compose, conf_dir, plugins, resolve
 from kvq.config.bits import check_range
 from kvq.config.composing import register
-from kvq.config.explain import COMPOSE_ERRORS, USAGE, explain, overview, setting_of, value_for_choice
+from kvq.config.explain import COMPOSE_ERRORS, ONE_PROCESS, USAGE, explain, overview, setting_of, value_for_choice
 from kvq.config.layout import LayoutConfig
 from kvq.config.method import with_current_names
 from kvq.errors import ConfigError, KvqError, Unsupported, check_path, printable
@@ -46,11 +46,9 @@ _DEBUG = "KVQ_DEBUG"
 
 @dataclass
 class _Session:
-    """The state of one call of `main`; a launcher's worker process has its own, with `here` false."""
+    """The state of one call of `main`."""
 
-    here: bool = False
     jobs: list[list[str]] = field(default_factory=list)
-    elsewhere: bool = False
     baselines: Baselines = field(default_factory=dict)
     sweep: Sweep | None = None
     plan: SweepPlan | None = None
@@ -63,14 +61,11 @@ _session = _Session()
 
 
 def begin_sweep(config: DictConfig) -> None:
-    """Note what a sweeper's composed configuration says of its launcher and experiment, before the launcher is made."""
+    """Note the experiment of a sweeper's composed configuration; `ConfigError` for a launcher of other processes."""
     if config.layout.paper is not None:
         _session.experiment, _session.results_dir = config.hydra.runtime.choices.experiment, config.results_dir
-    launcher = config.hydra.launcher
-    _session.elsewhere = not launcher._target_.endswith(".BasicLauncher")
-    if "submitit_folder" in launcher and not any("submitit_folder" in o for o in config.hydra.overrides.hydra):
-        # Logs outlive the command, on a file system that the nodes of a cluster share.
-        launcher.submitit_folder = f"{config.results_dir}/.submitit/%j"
+    if not config.hydra.launcher._target_.endswith(".BasicLauncher"):
+        raise ConfigError(f"hydra/launcher: {ONE_PROCESS}")
 
 
 def add_jobs(jobs: Iterable[Sequence[str]]) -> None:
@@ -84,7 +79,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     0: done; 1: a run failed or was refused; 2: the configuration does not compose and nothing was started.
     """
     global _session
-    _session = _Session(here=True)
+    _session = _Session()
     given = _flags_first(with_current_names(sys.argv[1:] if argv is None else argv))
     if "--version" in given:
         print(f"kvq {__version__}")
@@ -113,17 +108,10 @@ def _run(given: Sequence[str], overrides: Sequence[str]) -> int:
     except Exception as error:
         if isinstance(error, TypeError) and (said := value_for_choice(overrides)):  # Hydra takes items for names
             return _complain(said, error, BAD_INPUT)
-        if isinstance(error, OSError) and not _session.elsewhere:  # Hydra's own folders; a run's errors are caught
+        if isinstance(error, OSError):  # Hydra's own folders; a run's errors are caught
             where = f" '{error.filename}'" if error.filename else ""
             return _complain(f"hydra: cannot use its folder{where}: {error.strerror or error}", error, BAD_INPUT)
-        if not _session.elsewhere:
-            raise
-        # The other jobs are on disk all the same.
-        _session.failed = True
-        _complain(f"hydra/launcher: {type(error).__name__}: {str(error).partition(chr(10))[0]}", error, RUN_FAILED)
-    if _session.elsewhere:
-        for job in _session.jobs:
-            _attempt(partial(_fetch, job), " ".join(job) + ": ")
+        raise
     for shown in (_session.plan, _session.sweep):
         if shown is not None:
             _attempt(shown.finish, "")
@@ -154,13 +142,10 @@ def _flags(given: Sequence[str]) -> argparse.Namespace:
 def _hydra_environment(given: Sequence[str]) -> Iterator[None]:
     """Give Hydra what it needs and restore it afterwards.
 
-    It reads `sys.argv`, hides exceptions unless told not to, and wants a folder for its `multirun.yaml`. Workers of a
-    launcher find the modules of `--config-dir` by `PYTHONPATH`.
+    It reads `sys.argv`, hides exceptions unless told not to, and wants a folder for its `multirun.yaml`.
     """
     with tempfile.TemporaryDirectory(prefix="kvq-") as scratch:
         changed = {"HYDRA_FULL_ERROR": "1", "KVQ_SCRATCH": scratch}
-        if (own := plugins.folder_in_use()) is not None:
-            changed["PYTHONPATH"] = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH", ""), str(own)]))
         with patch.dict(os.environ, changed), patch.object(sys, "argv", [*(sys.argv[:1] or ["kvq"]), *given]):
             yield
 
@@ -194,36 +179,25 @@ def _alone(config: Config) -> list[str] | None:
     return None
 
 
-def _begin(cfg: DictConfig) -> tuple[Config, ModuleType] | None:
-    """A run to be measured and `kvq.runs`; None for a run of `plan=true`, whose state is printed."""
+def _measure(cfg: DictConfig, several: bool) -> None:
+    """Measure one run, or look it up, and add it to the table of the command; `plan=true`: print its state."""
     config = resolve(cfg)
     limits, bits = config.method.bits_range, config.parsed_bits
     if limits is not None and bits is not None and not (config.plan or config.method.bits_by_layer):
         check_range(config.method.name, limits, bits, config.method.real_bits)
     runs, sweep = _measuring()
-    if config.plan and _session.here:
+    if config.plan:
         _session.plan = _session.plan or sweep.SweepPlan()
         _session.plan.add(config)
-    elif _session.here:
-        _session.sweep = _session.sweep or sweep.Sweep(1 if _session.elsewhere else len(_session.jobs) or 1)
-    return None if config.plan else (config, runs)
-
-
-def _measure(cfg: DictConfig, sweep: bool) -> None:
-    """Measure one run, or look it up, and add it to the table of the command; `sweep`: it is one of several."""
-    if (begun := _begin(cfg)) is None:
         return
-    config, runs = begun
-    if _session.sweep is None:  # a launcher's worker
-        runs.run(config, partial(_alone, config))
-        return
+    _session.sweep = _session.sweep or sweep.Sweep(len(_session.jobs) or 1)
     record = None
     try:
         record = runs.run(config, partial(_alone, config), _session.baselines)
     finally:
         _session.sweep.add(config, record)
     # In a sweep the table shows an unsupported run; a single run fails with the reason.
-    if record.status == "unsupported" and not sweep:
+    if record.status == "unsupported" and not several:
         raise Unsupported(record.reason)
 
 
@@ -236,26 +210,13 @@ def _show_experiment(name: str, jobs: int) -> None:
     print_cost(name, jobs)
 
 
-def _fetch(job: list[str]) -> None:
-    """Add the record that a launcher's worker wrote for a job."""
-    if (begun := _begin(compose(job))) is None:
-        return
-    config, runs = begun
-    state, why, record = runs.Prepared(config).state
-    assert _session.sweep is not None
-    _session.sweep.add(config, record)
-    if state not in ("done", "unsupported"):
-        raise KvqError(why or f"{state}: left no usable record; the worker's own output says why")
-
-
 def _attempt(action: Callable[[], None], prefix: str) -> None:
     """Call `action`; an expected failure prints one line, any other a traceback and one line."""
     try:
         action()
     except KvqError as error:
         _session.failed = True
-        if _session.here:  # else the process that launched this one says it, from the record
-            _complain(f"{prefix}{error}", error, RUN_FAILED)
+        _complain(f"{prefix}{error}", error, RUN_FAILED)
     except Exception as error:
         _session.failed = True
         traceback.print_exc()

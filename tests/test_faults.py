@@ -8,7 +8,6 @@ import os
 import random
 import resource
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -32,7 +31,6 @@ def _command(words: list[str], log: Path | None = None) -> None:
     import torch
 
     from kvq import runs
-    from kvq.cli import main
 
     torch.set_num_threads(1)
     sys.stdout = sys.stderr = open(os.devnull if log is None else f"{log}.{os.getpid()}", "w")  # noqa: SIM115, PTH123
@@ -125,30 +123,3 @@ def test_a_disk_that_fills_up_costs_a_line_and_no_record(tmp_path: Path) -> None
     said = (tmp_path / f"log.{full.pid}").read_text().strip().splitlines()[-1]
     assert said.startswith("error: results_dir: cannot write")
     assert {path.name: path.read_bytes() for path in (tmp_path / "results" / "runs").rglob("*.json*")} == before
-
-
-ROOT = Path(__file__).parents[1]
-
-
-@pytest.mark.long
-@pytest.mark.slow
-@pytest.mark.parametrize("launcher", ["joblib", "submitit_local", "ray"])
-def test_a_sweep_under_a_launcher_is_the_same_sweep(tmp_path: Path, launcher: str) -> None:
-    if launcher == "ray":
-        pytest.importorskip("ray", reason="pip install -e '.[ray]'")
-    given = small_run(tmp_path)
-    sweep = ["-m", "bits=1,2", "dataset.path=squares.txt,gone.txt"]
-    given = [word for word in given if not word.startswith("dataset.path")]
-    (tmp_path / "here").mkdir()
-    command = [sys.executable, str(ROOT / "run.py"), *given, *sweep, "results_dir=there", f"hydra/launcher={launcher}"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=300)
-    assert done.returncode == 1
-    said = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
-    assert len(said) == 3
-    assert sum("gone.txt" in line for line in said) == 2
-    assert sum("nsn does 2 to 8 bits" in line for line in said) == 2
-    assert "fp16" in done.stdout
-    alone = [f"dataset.path={tmp_path / 'squares.txt'}", f"results_dir={tmp_path / 'here'}"]
-    assert main([*given, "-m", "bits=1,2", *alone]) == 1
-    assert numbers(tmp_path / "there") == numbers(tmp_path / "here")
-    assert set(records(tmp_path / "there")) == {"fp16", "nsn 2"}

@@ -32,7 +32,6 @@ import joint_bench
 import linear_bench
 import peers_bench
 import real_peers_bench
-import sweep_bench
 import threads_bench
 
 from kvq.cache import KVCache
@@ -309,7 +308,6 @@ ALONE: dict[str, Callable[[int, int], dict[str, Any]]] = {
     "encode_over_kivi": lambda pairs, records: encode_speed(3 * pairs),
     "one_thread_over_two": lambda pairs, records: threads_bench.measure(max(2, pairs // 2)),
     "torch_linear_over_onednn": lambda pairs, records: linear_bench.measure(paired, pairs),
-    "sweep_of_two_processes": lambda pairs, records: sweep_bench.measure(max(1, pairs // 3)),
     "peers": lambda pairs, records: peers_bench.measure(pairs),
     "real_peers": lambda pairs, records: real_peers_bench.measure(pairs),
     "tni_peak_over_forward": lambda pairs, records: norms_peak(),
@@ -344,8 +342,6 @@ def show(report: dict[str, Any]) -> None:
         print(f"{'one_thread_over_two':<34}{name:<12}{gains}")
     for name, values in report.get("torch_linear_over_onednn", {}).items():
         print(f"{'torch_linear_over_onednn':<34}{name:<12}{values['ratio_median']:8.2f}x")
-    if swept := report.get("sweep_of_two_processes"):
-        print(f"{'sweep_of_two_processes':<34}{sweep_bench.said(swept)}")
     encode_bench.show(report)
     if found := report.get("joint_tables"):
         joint_bench.show(found)

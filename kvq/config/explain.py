@@ -24,6 +24,7 @@ from kvq.errors import ConfigError, KvqError, did_you_mean, one_line
 # OmegaConf asserts that a setting below null has something to be set in.
 COMPOSE_ERRORS = (KvqError, HydraException, OmegaConfBaseException, ValueError, AssertionError, yaml.YAMLError)
 _FEW = 10
+ONE_PROCESS = "a sweep is one process; start a command for each part of it, such as method=kivi and method=nsn"
 
 
 def choices(config_dir: str | Path | None = None) -> dict[str, dict[str, str]]:
@@ -52,9 +53,7 @@ def explain(error: Exception, overrides: Sequence[str], config_dir: str | Path |
     if isinstance(error, MissingConfigException) and error.missing_cfg_file:
         missing = str(error.missing_cfg_file)
         if missing.startswith("hydra/launcher/"):
-            name, known = missing.rpartition("/")[2], error.options or []
-            more = "pip install -e '.[launchers]' brings joblib and submitit, '.[ray]' ray"
-            return f"hydra/launcher={name}: one of {', '.join(known)}; {more}.{did_you_mean(name, known)}"
+            return f"hydra/launcher={missing.rpartition('/')[2]}: {ONE_PROCESS}"
         if missing.startswith("task/") and missing.endswith("_schema"):
             name = missing.removeprefix("task/").removesuffix("_schema")
             return plugins.unknown_task(name, plugins.folder_in_use(config_dir))
@@ -170,7 +169,6 @@ kvq measures KV-cache quantizers: one run, or a sweep with -m. Results are JSON 
 
   python run.py method=nsn bits=3                           one run
   python run.py -m method=nsn,oscar,kivi bits=2,3,4         a sweep; runs that are done are skipped
-  python run.py -m method=kivi,nsn hydra/launcher=joblib    in parallel; also submitit_local, submitit_slurm, ray
   python run.py -m method=kivi bits=2,k4v2 plan=true        what is done, stale, pending or unsupported; starts nothing
   python run.py method=nsn method.key.stages.norm=null      an ablation; any setting can be given this way
   python run.py method=kivi residual=none task=ppl/nsn      another residual, another protocol

@@ -39,7 +39,7 @@ class Settings:
         sampler: `nsga2` and `tpe` learn from earlier trials; `random` does not.
         objectives: metrics of the records, of which less is better.
         seed: of the sampler; not that of any run.
-        together: trials that are asked for at once, such as a launcher's processes; results follow from it.
+        together: trials that are asked for at once; results follow from it.
         winners: most trials of the frontier that are measured on the verdict's text.
         verdict: overrides under which winners are measured; none: there is no verdict.
         reference: the worst values that count in the hypervolume, one for each objective; None: those of `WORST`.
