@@ -310,10 +310,8 @@ class KVCacheLayer(Layer):
         """
         if not candidates and not self.token_by_token:
             return Transitions(0, ()), Transitions(0, ())
-        keys, values = (
-            side.moves_then_steps(queries - candidates, candidates) if candidates else side.moves(queries)
-            for side in (self.key, self.value)
-        )
+        steps = candidates or queries
+        keys, values = (side.moves(steps, queries - steps) for side in (self.key, self.value))
         return skip_hidden(keys, self._hidden_tokens), skip_hidden(values, self._hidden_tokens)
 
     def write(self) -> dict[str, Any]:

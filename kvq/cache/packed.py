@@ -27,7 +27,7 @@ from kvq.cache.observe import scaling_of
 from kvq.cache.side import CacheSide
 from kvq.cache.store import narrow_rope
 from kvq.codecs import Codec
-from kvq.config.residual import PrefillBlock, ResidualSide
+from kvq.config.residual import ResidualSide
 from kvq.errors import Unsupported
 from kvq.kernels import PackedStates, attend, fuse_codec
 from kvq.models.layers import head_dims_of, state_layers_of
@@ -67,20 +67,13 @@ class PackedKeys(SelfAttending):
 class PackedSide(CacheSide):
     """A side that can return its tokens in stored form, and encodes in one pass where the codec allows it."""
 
-    def __init__(self, codec: Codec | None, residual: ResidualSide, label: str, keep_decoded: bool = False) -> None:
-        super().__init__(None if codec is None else fuse_codec(codec), residual, label, keep_decoded)
+    def __init__(self, codec: Codec | None, residual: ResidualSide, label: str) -> None:
+        super().__init__(None if codec is None else fuse_codec(codec), residual, label)
 
     def append_packed(self, states: Float[Tensor, "batch heads 1 head_dim"]) -> PackedStates:
         """Add one token; return what attention reads now, in stored form, then encode what leaves the residual."""
-        first = self._receive(states)
-        if self.codec is not None and self._encodes_at_once:
-            whole = self.residual.prefill_block is PrefillBlock.whole or self.residual.size == 0
-            self._encode(states, None if whole else self.residual.size)
-            return self._stored()
-        self._hold(states)
-        stored = self._stored()
-        self._flush(first)
-        return stored
+        found: PackedStates = self._append(states, self._stored, self._stored)
+        return found
 
     def _stored(self) -> PackedStates:
         """The cached tokens: parts of the packed prefix, the residual, and the rotations that the codec undid."""
@@ -114,13 +107,8 @@ class PackedJoinedLayer(PackedLayer, JoinedLayer):
     """A `PackedLayer` whose keys and values one codec stores together."""
 
 
-def packed_side(like: CacheSide) -> PackedSide:
-    """An empty `PackedSide` with the settings of `like`."""
-    return PackedSide(like.codec, like.residual, like.label)
-
-
-def packed_layer(like: KVCacheLayer, side: Callable[[CacheSide], PackedSide] = packed_side) -> PackedLayer:
-    """An empty `PackedLayer` with the settings of `like`; `side`: as `packed_side`."""
+def packed_layer(like: KVCacheLayer, side: Callable[[CacheSide], PackedSide]) -> PackedLayer:
+    """An empty `PackedLayer` with the settings of `like`; `side`: an empty `PackedSide` with those of a side."""
     if isinstance(like, JoinedLayer):
         return PackedJoinedLayer(side(like.key), like.window)
     return PackedLayer(side(like.key), side(like.value), like.window)

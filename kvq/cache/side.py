@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
@@ -147,22 +148,20 @@ class CacheSide:
         Tokens are quantized after the attention that sees them. Without a residual (policy `none`, or size 0) every
         token is encoded first and read decoded.
         """
+        return self._append(states, self._past, self._visible)
+
+    def _append(self, states: States, past: Callable[[], Any], visible: Callable[[], Any]) -> Any:
+        """Add states; return `past()`, the encoded tokens, where all are encoded at once, else `visible()`, all."""
         first = self._receive(states)
         if self.codec is not None and self._encodes_at_once:
             size = self.residual.size
             whole = self.residual.prefill_block is PrefillBlock.whole or size == 0
             self._encode(states, None if whole else size)
-            return self._past()
+            return past()
         self._hold(states)
-        visible = self._visible()
+        seen = visible()
         self._flush(first)
-        return visible
-
-    def moves(self, queries: int) -> Transitions:
-        """The tokens that are encoded before the last of `queries` new tokens attends, if these come one by one."""
-        if self.codec is None or self._encodes_at_once:
-            return Transitions(self.packed_tokens, ())
-        return Transitions(self.packed_tokens, self._decoded_from(self.residual_tokens, queries))
+        return seen
 
     def _decoded_from(self, held: int, queries: int) -> tuple[int, ...]:
         """For each token that leaves a residual of `held` tokens, the first of the queries that reads it decoded."""
@@ -170,8 +169,11 @@ class CacheSide:
         when = [self._kept + self._group * (group + 1) - held for group in range(groups)]
         return tuple(query for query in when for _ in range(self._group))
 
-    def moves_then_steps(self, head: int, queries: int) -> Transitions:
-        """As `moves`, if `head` tokens come together and then `queries` tokens one by one."""
+    def moves(self, queries: int, head: int = 0) -> Transitions:
+        """The tokens that are encoded before the last of `queries` new tokens attends, if these come one by one.
+
+        `head`: tokens that come together before them.
+        """
         if self.codec is None or self._encodes_at_once:
             return Transitions(self.packed_tokens, ())
         held = self.residual_tokens + head
@@ -201,7 +203,7 @@ class CacheSide:
     def append_then_steps(self, states: States, head: int) -> tuple[States, States | None]:
         """Add the first `head` tokens as `append`, the others as `append_in_steps`, and return as that does."""
         count = states.shape[2] - head
-        moves = self.moves_then_steps(head, count)
+        moves = self.moves(count, head)
         front = self.append(states[:, :, :head])
         if not count:
             return front, None

@@ -2,9 +2,9 @@
 
 from kvq.config.choices import CONFIG_NAME, conf_dir
 from kvq.config.composing import VERSION_BASE, compose, full_precision, resolve, resolve_part
+from kvq.config.diagnostics import TaskConfig
 from kvq.config.method import MethodConfig
 from kvq.config.run import Config, DatasetConfig, Dtype, Loader, ModelConfig, OutliersConfig
-from kvq.config.task import TaskConfig
 from kvq.config.tasks import PplConfig, Scoring, Windows
 
 __all__ = [

@@ -32,10 +32,10 @@ from omegaconf.errors import OmegaConfBaseException
 from kvq.config import plugins
 from kvq.config.bits import Bits, BitsByLayerConfig, first_width, parse_bits
 from kvq.config.choices import CONFIG_NAME, register_rows
+from kvq.config.diagnostics import TaskConfig
 from kvq.config.limits import cache_folder
 from kvq.config.method import with_current_names
 from kvq.config.run import LOGGERS, Config
-from kvq.config.task import TaskConfig
 from kvq.config.tasks import SCHEMAS
 from kvq.errors import ConfigError, did_you_mean
 

@@ -1,14 +1,76 @@
-"""The settings of tasks that score no text: diagnostics, stored caches, and time; `kvq.config.tasks` hands them on."""
+"""The base classes of the settings of all tasks, and the settings of tasks that score no text: diagnostics and time."""
 
 from __future__ import annotations
 
 import enum
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, ClassVar
+from typing import Annotated, Any, ClassVar
 
-from kvq.config.limits import Count, Counts, Natural, Positive, Seed, Several, Share, between, each, least, no_twice
-from kvq.config.task import TaskConfig
+from omegaconf import MISSING
+
+from kvq.config.limits import Count, Counts, Natural, Positive, Seed, Several, Share, between, check_limits, each, least
 from kvq.errors import ConfigError, within
+
+Prefill = enum.StrEnum("Prefill", "whole chunked")
+"""How a prompt is read, up to its last token, which always reads the quantized cache as a decoded token does.
+
+`whole`: in one forward at full precision, then quantized, as the papers generate; `chunked`: as if its tokens came
+one by one, so that they read the quantized cache too.
+"""
+
+
+@dataclass
+class TaskConfig:
+    """The settings of a task. A subclass gives `name` its default, which is the task's name, and a `version`.
+
+    `version` is raised when the task's scores would change: records of the one before are stale. Ranges that its
+    annotations declare (`kvq.config.limits`) are checked. Class variables are no settings.
+    """
+
+    version: ClassVar[int]
+    reads_weights: ClassVar[bool] = True
+    """False: a model's shape is enough, and no weights are loaded."""
+    reads_cache: ClassVar[bool] = True
+    """False: the task encodes and decodes states itself, so that the version of the cache says nothing of it."""
+    timed: ClassVar[bool] = False
+    """The task measures time: how a token attends is part of what it measures, and the machine names its runs."""
+
+    later: ClassVar[tuple[str, ...]] = ()
+    """Settings that came after the first records: at their default they are no part of a run's key."""
+
+    outputs: ClassVar[tuple[str, ...]] = ()
+    """Settings that name a file which the run writes: no part of its key; a run with one is measured again."""
+
+    of_methods: ClassVar[tuple[str, ...]] = ()
+    """Settings of what a method does: they are no part of the key of full precision."""
+
+    calibrates_itself: ClassVar[bool] = False
+    """The task fits calibrated methods to states that it draws: they need no text."""
+
+    name: str = MISSING
+
+    @classmethod
+    def versioned_parts(cls, settings: Mapping[str, Any]) -> tuple[str, ...]:
+        """Names of further classes with a version that compute the numbers of a run with these canonical settings."""
+        return ()
+
+    def __post_init__(self) -> None:
+        if self.name != type(self).name:
+            raise ConfigError(f"task.name={self.name}: choose another task by task=..., not by its name")
+        check_limits("task", self)
+
+
+@dataclass
+class ReadingConfig(TaskConfig):
+    """Settings of every task that reads prompts (a passage, a prefix, what a user says).
+
+    `bos`: whether a prompt or window begins with the begin-of-text token; None: if the model was trained with it.
+    """
+
+    prefill: Prefill = Prefill.whole
+    bos: bool | None = None
+
 
 Drawn = enum.StrEnum("Drawn", "gaussian sphere drifting")
 """`gaussian`: independent numbers; `sphere`: their directions; `drifting`: a walk of Gaussian steps."""
@@ -270,9 +332,7 @@ class SpeedConfig(TaskConfig):
     version: ClassVar[int] = 1
     repeats: Count = 5
     warmup: Natural = 1
-    references: Annotated[list[References], no_twice] = field(
-        default_factory=lambda: [References.preallocated, References.dynamic]
-    )
+    references: list[References] = field(default_factory=lambda: [References.preallocated, References.dynamic])
     new_tokens: Count = 32
 
 
@@ -292,7 +352,7 @@ class LatencyConfig(SpeedConfig):
     name: str = "latency"
     batches: Counts = field(default_factory=lambda: [1])
     contexts: Counts = field(default_factory=lambda: [512, 1024])
-    regimes: Annotated[list[Regime], no_twice] = field(default_factory=list)
+    regimes: list[Regime] = field(default_factory=list)
     prefill_steps: bool = False
     decode_steps: bool = False
 

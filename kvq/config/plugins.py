@@ -21,7 +21,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from kvq.config.choices import Choice, choices_in, conf_dir, store_choice
-from kvq.config.task import TaskConfig
+from kvq.config.diagnostics import TaskConfig
 from kvq.errors import ConfigError, one_line
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from typing import Annotated, Any, ClassVar
 from omegaconf import MISSING
 
 from kvq.config.diagnostics import SCHEMAS as DIAGNOSTICS
-from kvq.config.diagnostics import SPEED
+from kvq.config.diagnostics import SPEED, Prefill, ReadingConfig, TaskConfig
 from kvq.config.limits import (
     Count,
     Names,
@@ -27,7 +27,6 @@ from kvq.config.limits import (
     each,
     each_once,
 )
-from kvq.config.task import Prefill, ReadingConfig, TaskConfig
 from kvq.errors import MAX_DIGITS, ConfigError, at_least, check_path
 
 BENCHMARKS = ("ocrbench", "mmau_pro")

@@ -11,7 +11,7 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 
 from kvq.cache.chunk_masks import Transitions
-from kvq.cache.packed import PackedSide, packed_side
+from kvq.cache.packed import PackedSide
 from kvq.cache.side import CacheSide, States
 from kvq.codecs import Codec, Growable
 from kvq.codecs.packed import append_rows
@@ -70,20 +70,15 @@ class SinkSide(CacheSide):
         rest = self._keep(states)
         return self._after_sinks(None if rest is None else super().append(rest))
 
-    def moves(self, queries: int) -> Transitions:
-        return self.moves_then_steps(0, queries)
-
-    def moves_then_steps(self, head: int, queries: int) -> Transitions:
-        """As `CacheSide.moves_then_steps`; the first tokens fill the sinks and move nothing."""
+    def moves(self, queries: int, head: int = 0) -> Transitions:
+        """As `CacheSide.moves`; the first tokens fill the sinks and move nothing."""
         room = self.most_sinks - self.sink_tokens
         sinks = min(room, head + queries)
         start = self.sink_tokens + sinks
         if head + queries == sinks:
             return Transitions(start + self.packed_tokens, ())
-        if head > room:
-            found = super().moves_then_steps(head - sinks, queries)
-        else:
-            found = super().moves(head + queries - sinks)
+        together = max(head - room, 0)
+        found = super().moves(head + queries - sinks - together, together)
         return Transitions(found.start + start, tuple(query + sinks for query in found.queries))
 
     def append_in_steps(self, states: States) -> tuple[States, States | None]:
@@ -140,7 +135,7 @@ def packed_side_of(like: CacheSide) -> PackedSide:
     """An empty side that can return its tokens in stored form, with the settings of `like`."""
     if isinstance(like, SinkSide):
         return PackedSinkSide(like.codec, like.residual, like.label, sinks=like.most_sinks)
-    return packed_side(like)
+    return PackedSide(like.codec, like.residual, like.label)
 
 
 def make_side(codec: Codec | None, residual: ResidualSide, label: str, keep_decoded: bool, sinks: int) -> CacheSide:

@@ -190,7 +190,7 @@ class PoolSide(CacheSide):
         super().reset()
         self.pooled = 0
 
-    def moves(self, queries: int) -> Transitions:
+    def moves(self, queries: int, head: int = 0) -> Transitions:
         """As `CacheSide.moves`, where a block of the group's size is encoded each time and the pool stays in place."""
         fresh = self.residual_tokens - self.pooled
         groups = 0 if self.codec is None else (fresh + queries - 1) // self._group

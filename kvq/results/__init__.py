@@ -2,6 +2,6 @@
 
 from kvq.results.record import Provenance, Record, canonical, run_key
 from kvq.results.store import Broken, Store
-from kvq.results.versions import is_stale, staleness
+from kvq.results.versions import is_stale
 
-__all__ = ["Broken", "Provenance", "Record", "Store", "canonical", "is_stale", "run_key", "staleness"]
+__all__ = ["Broken", "Provenance", "Record", "Store", "canonical", "is_stale", "run_key"]

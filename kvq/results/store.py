@@ -19,7 +19,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from filelock import FileLock, Timeout
+from filelock import FileLock
 
 from kvq.errors import KvqError, RecordError, reason_of
 from kvq.results.files import (
@@ -210,23 +210,18 @@ class Store:
         return moved
 
     @contextlib.contextmanager
-    def lock(self, key: str, timeout: float | None = None) -> Iterator[None]:
-        """Hold the lock of `key`: one process at a time runs it. The system frees it when its holder dies.
-
-        `timeout`: seconds to wait for another holder; None waits until it is free. Not re-entrant.
-        """
-        with self._hold(_check_key(key), timeout):
+    def lock(self, key: str) -> Iterator[None]:
+        """Hold the lock of `key`: one process at a time runs it, others wait. Freed if its holder dies."""
+        with self._hold(_check_key(key)):
             yield
 
     @contextlib.contextmanager
-    def _hold(self, name: str, timeout: float | None = None) -> Iterator[None]:
-        """Hold the file lock `name` within the context; `RecordError` after `timeout` seconds (None: wait for ever)."""
+    def _hold(self, name: str) -> Iterator[None]:
+        """Hold the file lock `name` within the context."""
         lock = FileLock(self.runs / ".locks" / f"{name}.lock")
         try:
             Path(lock.lock_file).parent.mkdir(parents=True, exist_ok=True)
-            lock.acquire(timeout=-1 if timeout is None else timeout)
-        except Timeout:
-            raise RecordError(f"run {name[:12]} is held by another process (waited {timeout:g} s)") from None
+            lock.acquire()
         except (OSError, NotImplementedError) as error:
             raise self._cannot_write(error) from error
         try:

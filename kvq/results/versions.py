@@ -14,14 +14,15 @@ import inspect
 import pkgutil
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any, Final
 
 from kvq.config import plugins
+from kvq.config.diagnostics import TaskConfig
+from kvq.config.limits import file_hash
 from kvq.config.method import current_names
-from kvq.config.task import TaskConfig
 from kvq.config.tasks import SCHEMAS
 from kvq.errors import RecordError
 from kvq.results.record import Record
@@ -97,21 +98,13 @@ def versions_of_parts(method: Any) -> Versions:
 
 
 def is_stale(record: Record) -> bool:
-    """Return whether a part that made a record has another version since, or is gone; nothing is imported."""
-    return staleness()(record)
+    """Return whether a part that made a record has another version since, or is gone; nothing is imported.
 
-
-def staleness() -> Callable[[Record], bool]:
-    """Make an `is_stale` for many records: it reads each file outside the package once."""
-    now = functools.cache(_current_version)
-
-    def raised(record: Record) -> bool:
-        """Whether a version is another now; of a task outside the package, the hash of its file if there is one."""
-        hashed = any(isinstance(version, str) for version in record.versions.values())
-        left_out = record.task if hashed and record.task not in declared_versions() else None
-        return any(now(name) != version for name, version in record.versions.items() if name != left_out)
-
-    return raised
+    Of a task outside the package the hash of its file counts, if there is one, and not its version.
+    """
+    hashed = any(isinstance(version, str) for version in record.versions.values())
+    left_out = record.task if hashed and record.task not in declared_versions() else None
+    return any(_current_version(name) != version for name, version in record.versions.items() if name != left_out)
 
 
 def _values_of_setting(name: str, value: Any) -> Iterator[Any]:
@@ -150,7 +143,7 @@ def _current_version(name: str) -> int | str | None:
 
 def code_hash(*files: Path) -> str:
     """Return the SHA-256 (hex) of the bytes of `files`, in any order."""
-    digests = sorted(hashlib.sha256(file.read_bytes()).digest() for file in files)
+    digests = sorted(bytes.fromhex(file_hash(file)) for file in files)
     return hashlib.sha256(b"".join(digests)).hexdigest()
 
 

@@ -6,9 +6,8 @@ import enum
 from dataclasses import dataclass, field
 from typing import Annotated, ClassVar
 
-from kvq.config.diagnostics import CaptureConfig
+from kvq.config.diagnostics import CaptureConfig, ReadingConfig, TaskConfig
 from kvq.config.limits import Count, Natural, PathName, Positive, Seed, Several, between
-from kvq.config.task import ReadingConfig, TaskConfig
 from kvq.config.tasks import ItemsConfig, Scoring
 from kvq.errors import ConfigError, within
 

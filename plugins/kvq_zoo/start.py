@@ -68,13 +68,8 @@ class StartSide(CacheSide):
             return super().append(states)
         return self._wait(states, states.shape[2])[0]
 
-    def moves(self, queries: int) -> Transitions:
-        return super().moves(queries) if self._has_started else self._waiting_moves(0, queries)
-
-    def moves_then_steps(self, head: int, queries: int) -> Transitions:
-        if self._has_started:
-            return super().moves_then_steps(head, queries)
-        return self._waiting_moves(head, queries)
+    def moves(self, queries: int, head: int = 0) -> Transitions:
+        return super().moves(queries, head) if self._has_started else self._waiting_moves(head, queries)
 
     def append_in_steps(self, states: States) -> tuple[States, States | None]:
         return super().append_in_steps(states) if self._has_started else self._wait(states, 0)

@@ -20,7 +20,7 @@ from kvq.codecs.trellis import LongTrellis
 from kvq.config import compose, plugins, resolve
 from kvq.config.identity import canonical
 from kvq.errors import RecordError
-from kvq.results import Record, Store, is_stale, run_key, staleness, versions
+from kvq.results import Record, Store, is_stale, run_key, versions
 from kvq.results.presets import flatten
 from kvq.results.versions import code_behind, code_hash, declared_versions, versions_of
 from tests.results import made
@@ -231,7 +231,6 @@ def test_a_raised_version_is_stale(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not is_stale(record)
     monkeypatch.setattr(versions, "declared_versions", lambda: {**declared_versions(), "Codec": 99})
     assert is_stale(record)
-    assert staleness()(record)
     assert is_stale(made.record("kivi", "2", versions={"ThatIsGone": 1}))
 
 

@@ -17,7 +17,7 @@ from kvq.report.labels import by_bits, is_variant, keeps_first, label, model_nam
 from kvq.report.labels import protocol as protocol_of
 from kvq.report.tables.layout import LISTED, Continuation, Row, Table, Tables, Texts
 from kvq.report.tables.notes import notes_of
-from kvq.results import Broken, Record, Store, run_key, staleness
+from kvq.results import Broken, Record, Store, is_stale, run_key
 from kvq.results.metrics import break_even
 from kvq.results.presets import PROTOCOL, cache_dtype, flatten, in_words, label_with, settings_of
 from kvq.results.statistics import holm
@@ -36,13 +36,13 @@ def build_tables(
     store: Store,
     *,
     keys: Collection[str] | None = None,
-    stale: Stale | None = None,
+    stale: Stale = is_stale,
     scanned: tuple[list[Record], list[Broken]] | None = None,
 ) -> Tables:
     """Group the records of a store into one table per protocol (task, model, dataset, seed with all their settings).
 
-    `keys`: of the runs that are shown, with full precision's; `stale`: whether a record's version is out of date (None:
-    by those now); `scanned`: what `read_records` gave, so that the folder is not read twice.
+    `keys`: of the runs that are shown, with full precision's; `stale`: whether a record's version is out of date;
+    `scanned`: what `read_records` gave, so that the folder is not read twice.
     """
     records, broken = scanned or compare.read_records(store, keys)
     if keys is not None:
@@ -61,7 +61,6 @@ def build_tables(
             groups[asked.pop()] += groups.pop(name)
     unused: dict[Path, str] = {}
     comparisons = compare.Comparisons(lambda record: compare.samples_of(record, store, unused))
-    stale = stale or staleness()
     tables = [_make_table(name, groups[name], comparisons, stale) for name in sorted(groups)]
     reasons = {file.path: file.reason for file in broken} | unused
     files = tuple(Broken(path, reason) for path, reason in reasons.items())

@@ -22,7 +22,7 @@ from kvq.report.tables.experiments import (
 from kvq.report.tables.layout import DASH, UNQUANTIZED, Sheet, fixed
 from kvq.report.tables.notes import STALE
 from kvq.report.tables.readings import AXES, Reference
-from kvq.results import Record, staleness
+from kvq.results import Record, is_stale
 
 INDEX = "index.md"
 _BEGIN = """\
@@ -46,10 +46,9 @@ class Filled:
 
 
 def fill(
-    experiment: Experiment, records: Answers, reference: Reference, stale: Callable[[Record], bool] | None = None
+    experiment: Experiment, records: Answers, reference: Reference, stale: Callable[[Record], bool] = is_stale
 ) -> Filled:
     """Fill an experiment's cells from records and published figures."""
-    stale = stale or staleness()
     small = {model: stand_in_cells(experiment, model, records, stale) for model in experiment.stand_ins}
     cells = shown_cells(experiment, records, reference, stale)
     return Filled(experiment, cells, {model: here for model, here in small.items() if here})
@@ -218,9 +217,9 @@ def write_experiments(
 ) -> list[Path]:
     """Write every experiment as CSV and LaTeX, a page of Markdown per group, and an index; return their paths."""
     files: dict[str, str] = {}
-    stale, rows, sections = staleness(), [], []
+    rows, sections = [], []
     for experiment in experiments:
-        filled = fill(experiment, records, reference, stale)
+        filled = fill(experiment, records, reference)
         name, page, grids = slug(experiment.name), slug(experiment.name.partition("/")[0]), grids_of(filled)
         sections.append((page, markdown(experiment, grids)))
         files |= {f"{name}.tex": latex(experiment, grids), f"{name}.csv": csv(filled)}
