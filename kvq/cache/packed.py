@@ -67,8 +67,8 @@ class PackedKeys(SelfAttending):
 class PackedSide(CacheSide):
     """A side that can return its tokens in stored form, and encodes in one pass where the codec allows it."""
 
-    def __init__(self, codec: Codec | None, residual: ResidualSide, label: str) -> None:
-        super().__init__(None if codec is None else fuse_codec(codec), residual, label)
+    def __init__(self, codec: Codec | None, residual: ResidualSide, label: str, keep_decoded: bool = False) -> None:
+        super().__init__(None if codec is None else fuse_codec(codec), residual, label, keep_decoded)
 
     def append_packed(self, states: Float[Tensor, "batch heads 1 head_dim"]) -> PackedStates:
         """Add one token; return what attention reads now, in stored form, then encode what leaves the residual."""
