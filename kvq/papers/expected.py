@@ -54,8 +54,6 @@ Present = frozenset[tuple[str, str]]
 
 # Overrides that have no effect on full precision.
 _OF_A_METHOD = ("method", "bits=", "residual", "cache.attention=")
-# What an experiment has as its layout has it.
-_OF_LAYOUT = ("paper", "table", "title", "units", "scale", "pool", "rows", "sections", "own")
 
 
 def experiment_of(name: str, present: Present = frozenset()) -> Experiment | None:
@@ -75,7 +73,7 @@ def experiment_of(name: str, present: Present = frozenset()) -> Experiment | Non
     waiting = Counter(name for job in jobs for name in sweep.missing_choices(job, choices_in_use()))
     return Experiment(
         name=name,
-        **{shared: getattr(layout, shared) for shared in _OF_LAYOUT},
+        layout=layout,
         cells=tuple(Asked(cell.labels, cell.metric, _runs(cell.runs, present), cell.reason) for cell in cells),
         runs=len(jobs),
         baselines=len(plain[False] - plain[True]),

@@ -63,7 +63,7 @@ def published(records: Sequence[Record], _: Store) -> dict[tuple[str, str], pd.D
         assert experiment is not None  # it has a table
         table = published_table(fill(experiment, answers, reference), model)
         if table["measured"].notna().any():
-            found[name.replace("/", "-"), f"{experiment.title}: {model} (published: {source})"] = table
+            found[name.replace("/", "-"), f"{experiment.layout.title}: {model} (published: {source})"] = table
     return found
 
 

@@ -25,7 +25,7 @@ from kvq.report.figures.drawing import (
     register_figure,
 )
 from kvq.report.figures.error import bars
-from kvq.report.figures.perplexity import places_figure, places_table
+from kvq.report.figures.perplexity import draw_part_losses, part_losses
 from kvq.report.labels import named
 from kvq.results import Record, Store, run_key
 from kvq.results.metrics import metric_of
@@ -136,17 +136,17 @@ for _task, _title in (
 
 
 @register_figure(
-    "drift", "Distance by tokens written: {where}", lambda table, _: places_table(table, "part", "kl_mean"), of="table"
+    "drift", "Distance by tokens written: {where}", lambda table, _: part_losses(table, "part", "kl_mean"), of="table"
 )
 def parts_figure(numbers: pd.DataFrame) -> Figure:
     """A line per method with standard errors over texts, each part at its last token; KL by powers of ten."""
-    return places_figure(numbers, "tokens written up to the end of the part")
+    return draw_part_losses(numbers, "tokens written up to the end of the part")
 
 
-@register_figure("turns", "Loss by turn: {where}", lambda table, _: places_table(table, "turn"), of="table")
+@register_figure("turns", "Loss by turn: {where}", lambda table, _: part_losses(table, "turn"), of="table")
 def turns_figure(numbers: pd.DataFrame) -> Figure:
     """A line per method with standard errors over conversations, by turn."""
-    return places_figure(numbers, "turn", whole=True)
+    return draw_part_losses(numbers, "turn", whole=True)
 
 
 _LEAST = 1e-6

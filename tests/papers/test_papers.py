@@ -84,15 +84,16 @@ def test_a_table_without_runs_prints_what_is_published_and_the_command(
     experiments: list[Experiment], tmp_path: Path
 ) -> None:
     write_experiments(experiments, Answers(), REFERENCE, tmp_path)
-    page = (tmp_path / "nsnquant.md").read_text(encoding="utf-8").partition('id="nsnquant-table2"')[2].partition("\n## ")[0]
+    text = (tmp_path / "nsnquant.md").read_text(encoding="utf-8")
+    page = text.partition('id="nsnquant-table2"')[2].partition("\n## ")[0]
     assert "| NSNQuant-2b | 2.23 | – | – | – / 6.86 / –" in page
     assert "python run.py +experiment=nsnquant/table2" in page
     assert "Not measured:" in page
-    own = {label for each in experiments for label in each.own}
+    own = {label for each in experiments for label in each.layout.own}
     index = (tmp_path / "index.md").read_text(encoding="utf-8")
     assert all(f"`{experiment.name}`" in index for experiment in experiments)
     assert re.search(r"`oscar/mmau_pro`.* 15: recordings, which are not fed to models here \|", index)
-    cells = [cell for each in experiments if each.table for cell in shown_cells(each, Answers(), REFERENCE)]
+    cells = [cell for each in experiments if each.layout.table for cell in shown_cells(each, Answers(), REFERENCE)]
     assert all(cell.published or set(cell.asked.labels.values()) & own for cell in cells)
     assert sum(cell.published is not None for cell in cells) == sum(map(len, REFERENCE.tables.values()))
 

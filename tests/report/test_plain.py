@@ -31,7 +31,7 @@ ESCAPES = "\x1b[31mred\x1b]0;title\x07\x9b2J\u202e\x00\x08"
 def test_formulas_are_text_in_every_csv(tmp_path: Path, text: str) -> None:
     assert plain_cell(text) == f"'{text}"
     assert list(csv.reader(io.StringIO(csv_of([{text: text, "b": -1.5}])))) == [[f"'{text}", "b"], [f"'{text}", "-1.5"]]
-    drawing.save(None, pd.DataFrame({text: [text], "b": [-1.5]}), tmp_path, "a")
+    drawing.save(drawing.panels(1, 1)[0], pd.DataFrame({text: [text], "b": [-1.5]}), tmp_path, "a")
     with (tmp_path / "a.csv").open(encoding="utf-8", newline="") as file:
         found = list(csv.reader(file))
     assert found == [[f"'{text}", "b"], [f"'{text}", "-1.5"]]

@@ -265,28 +265,6 @@ def scatter_figure(table: pd.DataFrame) -> Figure:
     return made
 
 
-@_figure_of_run(
-    "distribution-steps",
-    "Channels by steps of NSN, layer {layer}, head 0: {where}",
-    lambda record, store: (
-        moments_table(record, store).query("layer == layer.min() and head == 0", engine="python").reset_index(drop=True)
-    ),
-)
-def steps_figure(table: pd.DataFrame) -> Figure:
-    """Mean ± deviation of each channel as it comes, after NSN, and rotated (what NSNQuant's Figure 3 illustrates)."""
-    sides = {side: f"{side}s:\nmean ± deviation" for side in SIDES}
-    stages = dict(zip(STAGES, ("as they come", "behind NSN", "behind NSN and Hadamard"), strict=True))
-    made, _, parts = draw.multiples(3.4, table, ("side", sides), ("stage", stages), "channel", sharex=True)
-    for axis, side, stage, here in parts:
-        part, hue = here.sort_values("channel"), draw.colour(SIDES.index(side))
-        low, high = part["mean"] - part["deviation"], part["mean"] + part["deviation"]
-        axis.fill_between(part["channel"], low, high, step="mid", color=hue, alpha=0.5, linewidth=0)
-        axis.step(part["channel"], part["mean"], where="mid", color=hue, linewidth=0.8)
-        for edge in (-1, 1) if stage != STAGES[0] else ():
-            axis.axhline(edge, color="black", linestyle="--", linewidth=0.6)
-    return made
-
-
 def magnitudes_table(record: Record, store: Store) -> pd.DataFrame:
     """A line per side and kept token, a column per channel: magnitudes; keys before RoPE, of one head of one layer."""
     rows, parts = rows_of(record, store, "vector"), []

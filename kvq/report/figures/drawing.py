@@ -119,14 +119,13 @@ def image_of(made: Figure, kind: str = "png") -> bytes:
     return file.getvalue()
 
 
-def save(made: Figure | None, numbers: pd.DataFrame, folder: Path, stem: str) -> list[Path]:
-    """Write the numbers of a figure as `stem`.csv, the figure (None: there is none) as .pdf and .png; return paths."""
+def save(made: Figure, numbers: pd.DataFrame, folder: Path, stem: str) -> list[Path]:
+    """Write the numbers of a figure as `stem`.csv, the figure as .pdf and .png; return paths."""
     plain = numbers.rename(columns=plain_cell)
     for name in plain.select_dtypes(exclude="number"):
         plain[name] = plain[name].map(plain_cell)
     files = {"csv": plain.to_csv(index=False, lineterminator="\n").encode()}
-    if made is not None:
-        files |= {kind: image_of(made, kind) for kind in ("pdf", "png")}
+    files |= {kind: image_of(made, kind) for kind in ("pdf", "png")}
     return write_files("figures", folder, {f"{stem}.{kind}": content for kind, content in files.items()})
 
 
@@ -148,7 +147,7 @@ class Kind:
     stem: str
     title: str
     numbers: Callable[..., Numbers | None]
-    draw: Draw | None
+    draw: Draw
     of: Literal["table", "records", "runs", "all", "first", "each"]
     task: str
     note: str
@@ -193,11 +192,6 @@ def register_figure(
     return register
 
 
-def register_numbers(stem: str, numbers: Callable[..., Numbers | None]) -> None:
-    """Register numbers of all runs that are written as CSV and not drawn."""
-    KINDS.append(Kind(stem, stem, numbers, None, "records", "", ""))
-
-
 @dataclass(frozen=True)
 class Drawing:
     """One figure: the names of its files without their ending, its title, its numbers, its kind."""
@@ -207,9 +201,9 @@ class Drawing:
     table: pd.DataFrame
     kind: Kind
 
-    def figure(self) -> Figure | None:
-        """Make the figure; None: there are only numbers."""
-        return None if self.kind.draw is None else self.kind.draw(self.table, self.title)
+    def figure(self) -> Figure:
+        """Make the figure."""
+        return self.kind.draw(self.table, self.title)
 
 
 def write_drawings(drawings: Iterable[Drawing], folder: Path, skipped: list[str]) -> list[Path]:
@@ -234,8 +228,7 @@ def _list_drawings(drawings: Sequence[Drawing]) -> str:
         drawn = sorted((drawing for drawing in drawings if drawing.kind is kind), key=lambda one: one.stem)
         lines += ["", f"## {kind.name}", "", *([kind.note, ""] if kind.note else [])] if drawn else []
         for drawing in drawn:
-            endings = ("csv",) if kind.draw is None else ("png", "pdf", "csv")
-            files = ", ".join(f"[{ending.upper()}]({drawing.stem}.{ending})" for ending in endings)
+            files = ", ".join(f"[{ending.upper()}]({drawing.stem}.{ending})" for ending in ("png", "pdf", "csv"))
             lines.append(f"- {escape_markdown(drawing.title)} (`{drawing.stem}`): {files}")
     return "\n".join(lines) + "\n"
 

@@ -10,22 +10,21 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-import pandas as pd
 from matplotlib.figure import Figure
 
 from kvq.config import plugins
 from kvq.errors import printable
 from kvq.report import command
 from kvq.report.comparisons import read_records
-from kvq.report.figures import cost, distribution, error, loss, norms, over_models, perplexity
+from kvq.report.figures import distribution, error, loss, norms, over_models, perplexity
 from kvq.report.figures.drawing import KINDS, Drawing, Kind, write_drawings
 from kvq.report.labels import label, model_name, named, protocol_departures
 from kvq.report.tables.build import build_tables
-from kvq.report.tables.layout import Row, Table
+from kvq.report.tables.layout import Table
 from kvq.results import Record, Store, run_key
 from kvq.results.presets import PROTOCOL
 
-MODULES = (loss, perplexity, over_models, cost, error, norms, distribution)
+MODULES = (loss, perplexity, over_models, error, norms, distribution)
 _KNOWN_STATES = ("random_states", "model_states")
 
 
@@ -115,7 +114,6 @@ WORDS: dict[str, Callable[[Record], object]] = {
     "machine": lambda record: record.config.get("machine"),
     "states": lambda record: error.name_states(record.config["task"]),
     "block": lambda r: ", ".join([f"{model_name(r.model)}, {r.dataset}", *error.name_rival(r.config["task"])]),
-    "sinks": lambda record: "with" if record.config["task"].get("sink_outliers") else "without",
 }
 
 
@@ -138,20 +136,10 @@ def run_figures(record: Record, store: Store) -> list[tuple[str, Figure]]:
     """Figures of a run that is done, each with a name, for W&B."""
     if record.status != "done":
         return []
-    if record.task in _OF_A_RUN:
-        name, read, draw = _OF_A_RUN[record.task]
-        return [(name, draw(read(record, store), f"{named(record)}: {model_name(record.model)}, {record.dataset}"))]
     # Names without the run's label, so that W&B shows the same figure of several runs side by side.
-    own = [(kind.stem.removesuffix("-{run}"), kind) for kind in kinds() if kind.task == record.task]
-    made = [(name, one.figure()) for name, kind in own for one in _draw_group(kind, [record], store, "")]
-    return [(name, figure) for name, figure in made if figure is not None]
-
-
-_OF_A_RUN: dict[str, tuple[str, Callable[[Record, Store], pd.DataFrame], Callable[..., Figure]]] = {
-    "ppl": ("windows", perplexity.windows_table, perplexity.windows_figure),
-    "niah": ("needles", lambda r, s: perplexity.needle_grid([Row(r, label(r), r.bits)], s), perplexity.needles_figure),
-}
-"""By task: the name, numbers and function of the figure of a run alone."""
+    own = [kind for kind in kinds() if kind.task == record.task and kind.of != "table"]
+    made = ((kind, one) for kind in own for one in _draw_group(kind, [record], store, ""))
+    return [(kind.stem.removesuffix("-{run}"), one.figure()) for kind, one in made]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -1,4 +1,4 @@
-"""Figures of `task=tni` and `task=modality`: token norms by position, layer and modality, ranges, bounds and errors."""
+"""Figures of `task=tni` and `task=modality`: token norms by position, layer and modality."""
 
 from __future__ import annotations
 
@@ -64,71 +64,6 @@ def layers_figure(table: pd.DataFrame) -> Figure:
     for axis in axes[-1]:
         axis.set_xticks(range(1, len(chosen) + 1), [str(position) for position in chosen], rotation=90, fontsize=6)
     return made
-
-
-def groups_table(record: Record, store: Store) -> pd.DataFrame:
-    """Ranges by stage, groups with their bound, spread and error, and the sinks' groups with and without them."""
-    found = [rows_of(record, store, kind) for kind in ("range", "group", "without")]
-    return pd.concat([part for part in found if not part.empty], ignore_index=True)
-
-
-@draw.register_figure(
-    "tni-groups-{run}", "{run} bits on {model}: ranges, bounds and errors", groups_table, "each", "tni"
-)
-def groups_figure(table: pd.DataFrame) -> Figure:
-    """Ranges through the stages; error of key groups by bound and norm spread; the sinks' groups without them."""
-    made, axes = draw.panels(2, 4.6, 2, 2)
-    layout: Any = made.get_layout_engine()
-    layout.set(rect=(0.02, 0, 0.98, 1))  # it forgets the wider tick labels below
-    _draw_stages(axes[0, 0], table[table["kind"] == "range"])
-    keys = table[(table["kind"] == "group") & (table["side"] == "key")]
-    for axis, name, text in (
-        (axes[0, 1], "bound", "step bound R/(2(2^b-1))"),
-        (axes[1, 0], "norm_deviation", "deviation of token norms"),
-    ):
-        if name not in keys or keys[name].isna().all():
-            axis.set_axis_off()
-            continue
-        for index, (layer, part) in enumerate(keys.groupby("layer")):
-            look = {"s": 5, "color": draw.colour(index), "alpha": 0.7}
-            axis.scatter(part[name], part["error"], label=f"layer {layer:g}", **look)
-        draw.dress(axis, f"{text} of the group (key units)", "RMS error (key units)")
-    handles, labels = axes[1, 0].get_legend_handles_labels()
-    if handles and len(handles) <= 8:
-        axes[1, 0].legend(handles, labels, loc="best", handletextpad=0.1)
-    _draw_without(axes[1, 1], table[table["kind"] == "without"])
-    return made
-
-
-def _draw_stages(axis: Any, ranges: pd.DataFrame) -> None:
-    """Mean range of groups by stage, keys and values, each mark with its stage's name."""
-    for index, side in enumerate(("key", "value")):
-        means = ranges[ranges["side"] == side].groupby("stage", sort=False)["relative_range"].mean()
-        axis.plot(range(len(means)), means, "os"[index] + "-", color=draw.colour(index), label=f"{side}s")
-        for place, (stage, mean) in enumerate(means.items()):
-            up = place % 2 == 0  # in turns, so that neighbours do not overlap
-            aside: dict[str, Any] = {"va": "bottom" if up else "top", "xytext": (0, 5 if up else -5)}
-            look = {"ha": "center", "fontsize": 6, "color": draw.colour(index)}
-            axis.annotate(stage, (place, mean), textcoords="offset points", **aside, **look)
-    draw.dress(axis, "stage (0: as they come)", "mean group range R / RMS")
-    axis.margins(x=0.2, y=0.25)
-    axis.set_xticks(range(ranges.groupby("side")["stage"].nunique().max()))
-    axis.legend(loc="best")
-
-
-def _draw_without(axis: Any, table: pd.DataFrame) -> None:
-    """Bars by layer: error of keys in groups with the lowest tokens, with these in the group and without."""
-    part = table[table["side"] == "key"] if not table.empty else table
-    if part.empty:
-        axis.set_axis_off()
-        axis.text(0.5, 0.5, "no tokens share a scale", ha="center", va="center", transform=axis.transAxes)
-        return
-    layers = part["layer"].to_numpy(dtype=float)
-    for index, (name, text) in enumerate((("with_sinks", "with the lowest tokens"), ("without_sinks", "without"))):
-        axis.bar(layers + 0.4 * index - 0.2, part[name], 0.38, color=draw.colour(index), label=text)
-    draw.dress(axis, "layer", "error of the others in\ntheir groups, relative", whole=True)
-    axis.set_ylim(top=1.35 * float(part[["with_sinks", "without_sinks"]].to_numpy().max()))
-    axis.legend(loc="upper right", ncols=2)
 
 
 def modality_tokens_table(record: Record, store: Store) -> pd.DataFrame:

@@ -20,7 +20,6 @@ from kvq.results.metrics import METRICS
 from kvq.results.presets import model_path
 from kvq.results.statistics import spearman
 
-_SPREADS = ("key_cv_layer0", "value_cv_layer0", "key_cv", "value_cv")
 _PROTOCOL = ("task", "method", "residual", "seed")
 _DRAWN = {"key_cv_layer0": "keys", "value_cv_layer0": "values"}
 _ARMS = "nsn/arm_"  # of nsn's paper, whose naive arm B fails where values' norms are spread
@@ -38,7 +37,7 @@ _BOOTSTRAP: dict[str, Any] = {"n_resamples": 1000, "method": "percentile"}
 def dispersion_table(records: Sequence[Record]) -> pd.DataFrame:
     """A model's dispersion of norms (`task=tni`, the last by key) and what a method costs it, one line per pair."""
     spread = {
-        _states_key(record): record for record in records if record.task == "tni" and _SPREADS[0] in record.metrics
+        _states_key(record): record for record in records if record.task == "tni" and "key_cv_layer0" in record.metrics
     }
     pairs = [(record, spread.get(_states_key(record))) for record in records]
     lines = [
@@ -46,7 +45,7 @@ def dispersion_table(records: Sequence[Record]) -> pd.DataFrame:
         | {"method": label(record), "weights": run_key(_model_settings(record))[:8]}
         | {"protocol": _hash_protocol(record), "measured": _say_protocol(record)}
         | {"stand_in": model_path(record.model).startswith(EMBEDDED)}
-        | {name: found.metrics[name] for name in _SPREADS}
+        | {name: found.metrics[name] for name in _DRAWN}
         | {name: record.metrics[name] for name in ("delta_nll", "delta_perplexity")}
         for record, found in pairs
         if record.task == "ppl" and found is not None and "delta_nll" in record.metrics
@@ -76,22 +75,6 @@ def _states_key(record: Record) -> str:
 def _model_settings(record: Record) -> dict[str, Any]:
     """The model's settings without the dtype of its cache, which `task=tni` does not fill."""
     return {name: value for name, value in record.config.get("model", {}).items() if name != "cache_dtype"}
-
-
-def dispersion_correlations(table: pd.DataFrame) -> pd.DataFrame:
-    """Spearman's rho over models (means over texts) of each statistic with Δperplexity, by method and protocol."""
-    lines: list[dict[str, Any]] = []
-    groups = table.groupby(["method", "bits", "protocol"], sort=True) if len(table) else ()
-    for (method, bits, protocol), runs in groups:
-        part = runs.groupby("weights")[[*_SPREADS, "delta_perplexity"]].mean()
-        for name in _SPREADS:
-            found = spearman(part[name].tolist(), part["delta_perplexity"].tolist())
-            lines.append({"method": method, "bits": bits, "protocol": protocol, "statistic": name, **found._asdict()})
-    return pd.DataFrame(lines)
-
-
-draw.register_numbers("dispersion-pairs", lambda records, _: dispersion_table(records))
-draw.register_numbers("dispersion-spearman", lambda records, _: dispersion_correlations(dispersion_table(records)))
 
 
 def split_scatters(table: pd.DataFrame) -> dict[tuple[str, str], pd.DataFrame]:

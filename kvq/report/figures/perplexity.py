@@ -1,4 +1,4 @@
-"""Figures of perplexity by window, position and width, and of needles found by length and depth."""
+"""Figures of perplexity by part and width, and of needles found by length and depth."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from matplotlib.figure import Figure
 from kvq.report.comparisons import Comparisons
 from kvq.report.figures import drawing as draw
 from kvq.report.labels import by_bits, label
-from kvq.report.tables.layout import DASH, Row, Table
+from kvq.report.tables.layout import DASH, Table
 from kvq.results import Record, Store
 from kvq.results.metrics import METRICS
 from kvq.results.noise import NOISE_RULE
@@ -30,25 +30,7 @@ def run_name(method: object, bits: object) -> str:
     return f"{method} {bits}".removesuffix(" fixed")
 
 
-def windows_table(record: Record, store: Store) -> pd.DataFrame:
-    """One line per window of a perplexity run: loss, and KL divergence from full precision, in nats per token."""
-    rows = [row for row in store.samples_of(record) if row.get("tokens")]
-    lines = [(row["window"], row["nll"] / row["tokens"], row.get("kl", 0.0) / row["tokens"]) for row in rows]
-    return pd.DataFrame(lines, columns=["window", "nll", "kl"])
-
-
-@draw.titled
-def windows_figure(table: pd.DataFrame) -> Figure:
-    """Loss and KL divergence by window of the text."""
-    made, axes = draw.panels(1, 2.6, 2, 1, sharex=True)
-    for index, (axis, name, text) in enumerate(zip(axes, ("nll", "kl"), ("loss", "KL"), strict=True)):
-        axis.bar(table["window"], table[name], 0.8, color=draw.colour(index))
-        axis.set_ylabel(f"{text}\n(nats/token)")
-    axes[1].set_xlabel("window")
-    return made
-
-
-def places_table(table: Table, index: str, metric: str = "delta_nll") -> pd.DataFrame | None:
+def part_losses(table: Table, index: str, metric: str = "delta_nll") -> pd.DataFrame | None:
     """One line per run and value of a part's `index`, such as a stretch of positions; None: no run has any."""
     place, lines = re.compile(rf"{metric}\[{index}=(\d+)\]"), []
     for row in table.rows:
@@ -59,7 +41,7 @@ def places_table(table: Table, index: str, metric: str = "delta_nll") -> pd.Data
     return pd.DataFrame(lines) if lines else None
 
 
-def places_figure(numbers: pd.DataFrame, words: str, whole: bool = False) -> Figure:
+def draw_part_losses(numbers: pd.DataFrame, words: str, whole: bool = False) -> Figure:
     """Loss over full precision, or KL (log axis), by place (`first`): a line per method with standard errors.
 
     `words`: label of the x axis.
@@ -133,10 +115,10 @@ _OUTCOMES = ("hit", "wrong_needle", "bit_mixing", "other")
 _ACROSS, _UP, _CELL, _LETTER, _AROUND = 1.15, 0.55, 0.11, 0.062, 1.25
 
 
-def needle_grid(rows: Sequence[Row], store: Store) -> pd.DataFrame:
+def needle_grid(table: Table, store: Store) -> pd.DataFrame:
     """Outcomes of every run by length (tokens) and depth: one line per cell, shares of its items."""
     lines: list[dict[str, Any]] = []
-    for row in (row for row in rows if row.record.status == "done"):
+    for row in (row for row in table.rows if row.record.status == "done"):
         cells: dict[tuple[int, float], list[str]] = defaultdict(list)
         for sample in store.samples_of(row.record):
             if "skipped" not in sample:
@@ -148,9 +130,7 @@ def needle_grid(rows: Sequence[Row], store: Store) -> pd.DataFrame:
     return pd.DataFrame(lines, columns=["method", "bits", "length", "depth", "items", *_OUTCOMES])
 
 
-@draw.register_figure(
-    "niah", "Needles found: {where}", lambda table, store: needle_grid(table.rows, store), of="table", task="niah"
-)
+@draw.register_figure("niah", "Needles found: {where}", needle_grid, of="table", task="niah")
 def needles_figure(grid: pd.DataFrame) -> Figure:
     """A row per method (a dash: not measured), a column per width: share of needles found, depth by length."""
     methods, widths = list(dict.fromkeys(grid["method"])), sorted(dict.fromkeys(grid["bits"]), key=by_bits)

@@ -56,10 +56,10 @@ def fill(
 
 def grids_of(filled: Filled) -> list[Sheet]:
     """The experiment's tables, one for each section, then its stand-ins that were run."""
-    experiment, grids = filled.experiment, []
+    experiment, grids, sections = filled.experiment, [], filled.experiment.layout.sections
     for machine, cells in _by_machine(filled.cells):
-        for section in labels_of(cells, experiment.sections):
-            here = [cell for cell in cells if labels_of([cell], experiment.sections) == [section]]
+        for section in labels_of(cells, sections):
+            here = [cell for cell in cells if labels_of([cell], sections) == [section]]
             grids.append(_make_grid(experiment, here, ", ".join(filter(None, [*section, machine]))))
     for model, small in filled.stand_ins.items():
         for machine, here in _by_machine(small):
@@ -76,8 +76,9 @@ def _by_machine(cells: Sequence[Shown]) -> list[tuple[str, list[Shown]]]:
 
 def _make_grid(experiment: Experiment, cells: Sequence[Shown], section: str) -> Sheet:
     """A table of an experiment, with the decimals that the paper prints, else three; `section`: in its title."""
-    rows = [axis for axis in experiment.rows if any(cell.asked.labels.get(axis) for cell in cells)]
-    others = [axis for axis in AXES if axis not in (*experiment.rows, *experiment.sections)]
+    layout = experiment.layout
+    rows = [axis for axis in layout.rows if any(cell.asked.labels.get(axis) for cell in cells)]
+    others = [axis for axis in AXES if axis not in (*layout.rows, *layout.sections)]
     columns = [axis for axis in others if len(labels_of(cells, [axis])) > 1]
     constant = [label for axis in others if axis not in columns for (label,) in labels_of(cells, [axis])]
     printed = any(cell.published is not None for cell in cells)
@@ -99,9 +100,9 @@ def _make_grid(experiment: Experiment, cells: Sequence[Shown], section: str) -> 
         for own in ([cell.bits for cell in here], [cell.effective_bits for cell in here]):
             bits.append([fixed(one, 3) for one in own if one is not None])
         lines.append([*row, *(", ".join(dict.fromkeys(texts)) or DASH for texts in bits), *shown])
-    what = ", ".join(filter(None, ["measured / published / difference" if printed else "measured", experiment.units]))
+    what = ", ".join(filter(None, ["measured / published / difference" if printed else "measured", layout.units]))
     names = [", ".join(filter(None, title)) or what for title in titles]
-    title = ": ".join(filter(None, [experiment.title, "; ".join(filter(None, [section, *constant]))]))
+    title = ": ".join(filter(None, [layout.title, "; ".join(filter(None, [section, *constant]))]))
     notes = [f"Cells: {what}."] if columns else []
     notes += _notes_of(experiment, cells, numbers)
     return Sheet(title, [*rows, *_BITS[not printed :], *names], lines, range(len(rows)), notes=notes)
@@ -187,9 +188,10 @@ def latex(experiment: Experiment, grids: Sequence[Sheet]) -> str:
 def csv(filled: Filled) -> str:
     """One line per cell, numbers in full, with the commands of runs that are missing."""
     cells = [(cell, model) for model, here in ({"": filled.cells} | filled.stand_ins).items() for cell in here]
+    units = filled.experiment.layout.units
     rows = [
         {axis: cell.asked.labels.get(axis, "") for axis in AXES}
-        | {"stand_in": stand_in, "machine": cell.machine, "read": cell.asked.metric, "units": filled.experiment.units}
+        | {"stand_in": stand_in, "machine": cell.machine, "read": cell.asked.metric, "units": units}
         | {"measured": cell.value, "standard_error": cell.error}
         | {"published": cell.published.value if cell.published else None, "difference": cell.difference}
         | {"published_bits": cell.published.avg_bits if cell.published else "", "measured_bits": cell.bits}
@@ -208,8 +210,8 @@ def slug(name: str) -> str:
 
 def _title(experiment: Experiment) -> str:
     """Title of an experiment as Markdown: its paper and table, and what it shows."""
-    where = " ".join(filter(None, [experiment.paper, experiment.table]))
-    return formats.escape_markdown(f"{where}: {experiment.title}")
+    where = " ".join(filter(None, [experiment.layout.paper, experiment.layout.table]))
+    return formats.escape_markdown(f"{where}: {experiment.layout.title}")
 
 
 def write_experiments(

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from kvq.config.layout import LayoutConfig
 from kvq.report.comparisons import is_noise
 from kvq.report.labels import is_on_test_text
 from kvq.report.tables.build import Stale, is_unquantized
@@ -45,24 +46,16 @@ class Experiment:
     """A table of a paper as it is asked for; `stand_ins`: model -> cells of a small run of the same shape.
 
     `runs` counts distinct runs in full, `baselines` those of full precision besides; `waiting`: choice that is not here
-    yet -> runs that need it; `own`: labels that no paper prints, shown all the same.
+    yet -> runs that need it.
     """
 
     name: str
-    paper: str
-    table: str | None
-    title: str
-    units: str
-    scale: float
-    pool: str
-    rows: Sequence[str]
-    sections: Sequence[str]
+    layout: LayoutConfig
     cells: tuple[Asked, ...]
     runs: int
     baselines: int
     stand_ins: Mapping[str, tuple[Asked, ...]]
     waiting: Mapping[str, int]
-    own: Sequence[str] = ()
 
 
 @dataclass(frozen=True)
@@ -152,11 +145,11 @@ def _machines_of(cells: Iterable[Asked], records: Answers) -> list[str]:
 
 
 def shown_cells(experiment: Experiment, records: Answers, reference: Reference, stale: Stale = is_stale) -> list[Shown]:
-    """The cells that print something, for each machine: a paper's, `experiment.own`, all if nothing is published."""
-    cells = []
+    """The cells that print something, for each machine: a paper's, `layout.own`, all if nothing is published."""
+    cells, layout = [], experiment.layout
     for machine, asked in itertools.product(_machines_of(experiment.cells, records), experiment.cells):
-        published = reference.find(experiment.paper, experiment.table, asked.labels)
-        if published is not None or experiment.table is None or set(experiment.own) & set(asked.labels.values()):
+        published = reference.find(layout.paper or "", layout.table, asked.labels)
+        if published is not None or layout.table is None or set(layout.own) & set(asked.labels.values()):
             cells.append(_fill_cell(asked, published, records, stale, machine, experiment))
     return cells
 
@@ -186,7 +179,8 @@ def _fill_cell(
     if not is_statistic:
         values = [read_metric(record, asked.metric) for record in found]
         known = [one for one in values if one is not None]
-        value = sum(known) / (1 if experiment.pool == "sum" else len(known)) if len(known) == len(values) else None
+        count = 1 if experiment.layout.pool == "sum" else len(known)
+        value = sum(known) / count if len(known) == len(values) else None
     if value is None:
         return Shown(asked, published, reason=f"{NO_METRIC} '{asked.metric}'", machine=machine)
     single = found[0] if len(found) == 1 else None
@@ -194,8 +188,8 @@ def _fill_cell(
     return Shown(
         asked,
         published,
-        value=experiment.scale * value,
-        error=None if error is None else abs(experiment.scale) * error,
+        value=experiment.layout.scale * value,
+        error=None if error is None else abs(experiment.layout.scale) * error,
         bits=_mean_of("bits_per_element", found),
         effective_bits=_mean_of("effective_bits", found),
         within_noise=single is not None and _within_noise(single, asked.metric),

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from kvq.config.layout import LayoutConfig
 from kvq.errors import RecordError
 from kvq.report.tables.experiment_files import csv, fill, grids_of, latex, markdown, slug, write_experiments
 from kvq.report.tables.experiments import Answers, Asked, CellRun, Experiment, address, by_signature, shown_cells
@@ -41,23 +42,13 @@ def experiment(records: list[Record], **changes: object) -> Experiment:
         return Asked({"model": "Big", "method": method, "dataset": "Text"}, "perplexity", **known)
 
     cells = (asked("one"), asked("two", runs=(CellRun("x", waits="method=two: not in this version"),)), asked("three"))
-    known = {
-        "name": "paper/table1",
-        "paper": "paper",
-        "table": "Table 1",
-        "title": "A title",
-        "units": "perplexity",
-        "scale": 1.0,
-        "pool": "mean",
-        "rows": ("method",),
-        "sections": (),
-        "cells": cells,
-        "runs": 3,
-        "baselines": 1,
-        "stand_ins": {},
-        "waiting": {"method=two": 1},
-    }
-    return Experiment(**(known | changes))
+    known = {"name": "paper/table1", "cells": cells, "runs": 3, "baselines": 1}
+    known |= {"stand_ins": {}, "waiting": {"method=two": 1}}
+    labels = {"model": ["Big"], "method": ["one", "ours"], "dataset": ["Text"]}
+    layout = {"paper": "paper", "table": "Table 1", "title": "A title", "units": "perplexity", "axes": labels}
+    layout["names"] = dict.fromkeys(["Big", "one", "ours", "Text"], "")
+    layout |= {name: changes.pop(name) for name in ("table", "title", "scale", "own") if name in changes}
+    return Experiment(layout=LayoutConfig(**layout), **(known | changes))
 
 
 def test_measured_published_difference_and_dashes_with_reasons() -> None:

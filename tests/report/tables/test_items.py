@@ -109,7 +109,7 @@ def test_columns_follow_from_what_was_measured(store: Store) -> None:
 
 def test_the_heat_map_is_the_samples(store: Store, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     table = only(store)
-    grid = needle_grid(table.rows, store)
+    grid = needle_grid(table, store)
     assert len(grid) == 4 * 4
     cell: dict[str, Any] = (
         grid[(grid.method == "kivi") & (grid.bits == "2") & (grid.length == 256)].set_index("depth").T
