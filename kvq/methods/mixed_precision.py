@@ -251,7 +251,7 @@ class PoolLayer(BlockEndLayer):
 
     def __init__(self, like: KVCacheLayer, policy: OutlierTokens) -> None:
         key = PoolSide(like.key, policy.pool)
-        super().__init__(key, PoolSide(like.value, policy.pool, key), False)
+        super().__init__(key, PoolSide(like.value, policy.pool, key))
 
     def fork(self) -> PoolLayer:
         other = super().fork()
@@ -310,7 +310,7 @@ class SaliencyLayer(PlannedLayer):
                 raise ConfigError(
                     "method.token_policy: Saliency needs a PlannedCodec over a TokenSplit for keys and values"
                 )
-        super().__init__(key, value, False)
+        super().__init__(key, value)
         self.policy = policy
 
     def observe(self, attended: Attended) -> None:

@@ -266,7 +266,7 @@ class TierLayer(PlannedLayer):
                 raise ConfigError(
                     f"method.token_policy.thresholds={policy.thresholds}: one less than the {len(split.codecs)} tiers"
                 )
-        super().__init__(key, value, False)
+        super().__init__(key, value)
         self.policy = policy
 
     def observe(self, attended: Attended) -> None:
