@@ -67,7 +67,7 @@ tables: setup ## write and print the tables of all results, and the papers' tabl
 	$(BIN)/python -m kvq.papers --all
 
 figures: setup ## draw every figure that the results allow; needs no model
-	$(BIN)/python -m kvq.papers.figures
+	$(BIN)/python -m kvq.report.figures.every
 
 report: figures ## write results/report.html: tables, an interactive plot, figures, provenance on one page; needs no model
 	$(BIN)/python -m kvq.report.html

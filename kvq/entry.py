@@ -20,7 +20,7 @@ COMMANDS = {
     "ls": "kvq.config.explain",
     "report": "kvq.report.__main__",
     "papers": "kvq.papers.__main__",
-    "figures": "kvq.papers.figures",
+    "figures": "kvq.report.figures.every",
     "html": "kvq.report.html",
     "pack": "kvq.results.store",
     "wandb": "kvq.report.wandb",

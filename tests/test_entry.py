@@ -140,4 +140,4 @@ def test_a_command_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
         main()
         assert "ls" not in sys.argv
         assert "figures" not in sys.argv
-    assert entered == ["kvq.config.explain", "kvq.cli", "kvq.cli", "kvq.cli", "kvq.papers.figures"]
+    assert entered == ["kvq.config.explain", "kvq.cli", "kvq.cli", "kvq.cli", "kvq.report.figures.every"]

@@ -17,8 +17,8 @@ import yaml
 from experiments.docs.places import ROOT, fill
 from kvq.config.explain import COMPOSE_ERRORS, choices, explain
 from kvq.papers.expected import experiment_of, layout_named, names, of_no_paper, resolved
-from kvq.papers.figures import every  # which registers the figure of published numbers
 from kvq.papers.sweep import Overrides, cells_of, is_embedded, jobs_of, missing_choices
+from kvq.report.figures import every
 from kvq.report.figures.drawing import drawn_figures
 from kvq.report.tables.experiment_files import Filled
 from kvq.report.tables.experiment_files import fill as fill_cells
@@ -161,13 +161,11 @@ class Rows:
         return [cell or DASH for cell in cells]
 
     def _filled(self, name: str) -> Filled:
-        experiment = experiment_of(name, self._present)
-        assert experiment is not None  # it has a layout, by which it was found
-        return fill_cells(experiment, self._answers, self._reference, stale=lambda _: False)
+        return fill_cells(experiment_of(name, self._present), self._answers, self._reference, stale=lambda _: False)
 
     def _drawn(self, kind: str) -> tuple[int, int]:
-        """Figures of a kind: of real models, of embedded ones. A drawing of published numbers is of neither."""
-        stems = [stem for stem in self._figures if stem.startswith(kind) and not stem.startswith("published")]
+        """Figures of a kind: of real models, of embedded ones."""
+        stems = [stem for stem in self._figures if stem.startswith(kind)]
         embedded = [*self._embedded, "embedded"]  # the last: of several models, all of them embedded
         small = sum(any(f"-{model}-" in stem for model in embedded) for stem in stems)
         return len(stems) - small, small

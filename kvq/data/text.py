@@ -10,10 +10,12 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+import yaml
 from jaxtyping import Int
 from torch import Tensor
 
@@ -181,20 +183,8 @@ def _count_bytes(tokenizer: Any, ids: list[int]) -> int:
 
 Encode = Callable[[str], list[int]]
 
-ADJECTIVES = (
-    "amber ancient azure brave bright broken calm clever cobalt copper crimson curious distant eager early fading "
-    "fragile frozen gentle golden hidden hollow humble idle ivory jade lively lonely lucky marble mellow misty modest "
-    "narrow noble odd olive pale patient polite proud quiet rapid restless rusty scarlet secret silent silver simple "
-    "sleepy smooth solemn steady stormy sudden sunny tender tiny velvet violet wandering warm wild"
-).split()
-NOUNS = (
-    "anchor apple arrow badger basket beacon bridge bucket cabin candle canyon castle cedar cherry circle cloud comet "
-    "compass coral cricket crown desert dragon eagle engine falcon feather fiddle forest fountain garden glacier "
-    "hammer harbor heron island jacket jungle kettle ladder lantern lemon lion meadow mirror mountain needle nickel "
-    "ocean orchard otter paddle palace parrot pebble pepper piano pillow planet pocket puzzle rabbit ribbon river "
-    "rocket saddle sailor shadow shelter signal spider spring statue stone summer temple thunder tiger timber tower "
-    "tunnel turtle valley village violin walnut whistle window winter wizard zebra"
-).split()
+_WORDS = yaml.safe_load(Path(__file__).with_name("words.yaml").read_text(encoding="utf-8"))
+ADJECTIVES, NOUNS = (_WORDS[kind].split() for kind in ("adjectives", "nouns"))
 
 
 @dataclass(frozen=True)

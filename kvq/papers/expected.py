@@ -56,11 +56,9 @@ Present = frozenset[tuple[str, str]]
 _OF_A_METHOD = ("method", "bits=", "residual", "cache.attention=")
 
 
-def experiment_of(name: str, present: Present = frozenset()) -> Experiment | None:
-    """An experiment and its runs (`present`: of what there are records); None for one without a table."""
+def experiment_of(name: str, present: Present = frozenset()) -> Experiment:
+    """An experiment with a table, and its runs (`present`: of what there are records)."""
     layout = layout_named(name)
-    if layout.paper is None or layout.title is None:
-        return None
     cells = sweep.cells_of(layout)
     jobs = sweep.jobs_of(cells, (), {})
     plain: dict[bool, set[sweep.Overrides]] = {True: set(), False: set()}
@@ -88,7 +86,7 @@ def experiments(present: Present) -> list[Experiment]:
     with suppress(Exception):  # not kept, or torn
         kept: list[Experiment] = pickle.loads(path.read_bytes())
         return kept
-    found = [experiment for name in names() if (experiment := experiment_of(name, present)) is not None]
+    found = [experiment_of(name, present) for name in names() if layout_named(name).paper is not None]
     with suppress(OSError):  # a cache that cannot be written costs time alone
         for old in path.parent.glob("experiments-*.pickle"):
             old.unlink()
@@ -205,7 +203,6 @@ def print_experiment(name: str, results_dir: str) -> None:
     """Print an experiment's table of measured and published numbers, from the records of a folder."""
     records = read_records(Store(results_dir))[0]
     experiment, console = experiment_of(name, frozenset((record.model, record.method) for record in records)), Console()
-    assert experiment is not None  # the command has composed its layout
     for grid in grids_of(fill(experiment, by_signature(records), read_reference())):
         print_sheet(grid, console)
         console.print()
@@ -214,7 +211,6 @@ def print_experiment(name: str, results_dir: str) -> None:
 def print_cost(name: str, jobs: int) -> None:
     """Print how many runs were asked for, how many the paper's own experiment has, and what it waits for."""
     experiment = experiment_of(name)
-    assert experiment is not None  # the command has composed its layout
     full = f"{experiment.runs} runs and {experiment.baselines} of full precision beside them"
     print(f"{name}: {jobs} runs here; in full {full}")
     for choice, runs in experiment.waiting.items():

@@ -18,30 +18,7 @@ from kvq.results.metrics import units_of
 from kvq.tasks.measurement import Baseline, Measurement, Task, storage_metrics
 from kvq.tasks.reader import Reader, answer_text, check_prefill, shared
 
-PROMPT = """Return the rows of a table of measurements that are complete, in the order of their time.
-
-Parameters
-----------
-table : array_like, shape (n_rows, n_columns)
-    The measurements, one row for each time. Entries that were not measured are NaN.
-times : array_like, shape (n_rows,)
-    The time of each row, in seconds. The times need not be sorted, and two rows may have the same time.
-columns : sequence of int, optional
-    The columns that have to be measured. By default, all columns are.
-copy : bool, optional
-    If True, the rows are copied. If False, a view is returned where this is possible. The default is True.
-
-Returns
--------
-rows : ndarray, shape (n_complete, n_columns)
-    The complete rows, sorted by time.
-index : ndarray of int, shape (n_complete,)
-    The index of each row in `table`.
-
-Raises
-------
-ValueError
-    If `times` does not have one entry for each row of `table`, or if"""
+PROMPT = Path(__file__).with_name("prompt.txt").read_text(encoding="utf-8")
 """Where the settings name no prompt: what the embedded models were trained to go on with, longer than any residual."""
 
 

@@ -84,11 +84,6 @@ def text_of_dataset(inputs: Inputs) -> list[str]:
     return decoded(inputs, inputs.streams(getattr(config.task, "context", 2)).streams)
 
 
-def text_fingerprint(inputs: Inputs) -> str:
-    """Fingerprint of the text of a run's data set."""
-    return inputs.tokens.fingerprint
-
-
 def items_fingerprint(inputs: Inputs, parts: Iterable[Any], *more: str) -> str:
     """The sha256 (hex) of what names items: JSON data, and the model's longest context, which cuts or skips prompts."""
     named = (*more, inputs.longest_context) if more else inputs.longest_context
@@ -109,7 +104,7 @@ class Task:
 
     check: Callable[[Inputs, Method], None]
     measure: Callable[[Inputs, Method, Baseline | None, Journal], Measurement]
-    fingerprint: Callable[[Inputs], str] = text_fingerprint
+    fingerprint: Callable[[Inputs], str] = lambda inputs: inputs.tokens.fingerprint
     settings: type[TaskConfig] | None = None
     texts: Callable[[Inputs], list[str]] = text_of_dataset
 

@@ -1,6 +1,14 @@
-"""Every figure that records allow, as modules here and of plugins register them; what fails is skipped."""
+"""`python -m kvq.report.figures.every`: every figure that records allow, by modules here and of plugins.
+
+What fails is skipped.
+"""
 
 from __future__ import annotations
+
+if __name__ == "__main__":
+    from kvq.entry import enter
+
+    enter("kvq.report.figures.every")
 
 import argparse
 import re
@@ -145,7 +153,7 @@ def run_figures(record: Record, store: Store) -> list[tuple[str, Figure]]:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command and return its exit status; what cannot be drawn is named, the rest is drawn."""
     out = "folder for the figures (default: figures/ in the results folder)"
-    return command.run(command.parser_of("kvq.papers.figures", __doc__, out).parse_args(arguments), _run_command)
+    return command.run(command.parser_of("kvq.report.figures.every", __doc__, out).parse_args(arguments), _run_command)
 
 
 def _run_command(given: argparse.Namespace) -> int:

@@ -20,7 +20,7 @@ from kvq.report.tables.experiments import (
     stand_in_cells,
 )
 from kvq.report.tables.layout import DASH, UNQUANTIZED, Sheet, fixed
-from kvq.report.tables.notes import STALE
+from kvq.report.tables.notes import NOTES
 from kvq.report.tables.readings import AXES, Reference
 from kvq.results import Record, is_stale
 
@@ -142,7 +142,7 @@ def _notes_of(experiment: Experiment, cells: Sequence[Shown], numbers: Mapping[s
     if any(cell.unquantized for cell in cells):
         yield f"{UNQUANTIZED}: every prompt or text was shorter than the residual, so no token left full precision."
     if any(cell.stale for cell in cells):
-        yield STALE
+        yield NOTES["stale"]
     if any(cell.on_test_text for cell in cells):
         yield f"‡ {ON_TEST_TEXT}, as method.calibration.allow_test_text asks."
     missing = list(dict.fromkeys(line for cell in cells if not cell.reason for line in cell.missing))

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import yaml
 
 from kvq.report.comparisons import Comparisons, Verdicts, widths
 from kvq.report.labels import engine_of
@@ -17,16 +20,8 @@ _MOST_NAMED = 5
 _ALWAYS = ("Short: ", "Too short: ", "Tables: ", "[")
 _DTYPE_BITS = {"float16": 16, "bfloat16": 16, "float32": 32, "float64": 64}
 
-STALE = (
-    "† stale: the version of a part that made this number has been raised since, or the part is gone; the command "
-    "measures it again."
-)
-
-TABLES = (
-    "Tables: a calibration's are not in measured bits; all sequences share them. They pay from so many tokens in "
-    "flight on: then the row takes fewer bits in all than the smallest method without tables that loses no more "
-    "(in brackets); any: no method without tables loses as little."
-)
+NOTES: dict[str, str] = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
+"""The notes that are more than a line, and of which some have fields."""
 
 
 def notes_of(rows: Sequence[Row], comparisons: Comparisons, verdicts: Verdicts) -> list[str]:
@@ -54,7 +49,7 @@ def shortest_notes(table: Table) -> list[str]:
 def _explain_marks(rows: Sequence[Row]) -> Iterator[str]:
     """What ±, ≈, bold and variants mean in a table of losses, where it has them."""
     if any("delta_nll_se" in row.record.metrics and not row.baseline for row in rows):
-        yield "± is the standard error by block bootstrap over windows, paired with full precision."
+        yield NOTES["error"]
     if any(row.within_noise for row in rows):
         yield "≈ within noise of full precision."
     if any("within_noise" in row.record.metrics for row in rows):
@@ -64,21 +59,15 @@ def _explain_marks(rows: Sequence[Row]) -> Iterator[str]:
     if any(row.best for row in rows) and any(row.variant for row in rows):
         formats = any(engine_of(row.record.method) for row in rows)
         slash = "names with a slash, but for formats of engines," if formats else "names with a slash,"
-        yield (
-            f"The frontier is over methods: ablations, variants and calibrations on another text ({slash} "
-            "settings that depart from a preset) take no part in it."
-        )
+        yield NOTES["frontier"].format(slash=slash)
 
 
 def _note_short(rows: Sequence[Row], comparisons: Comparisons) -> Iterator[str]:
     """Rows in which no token left full precision, stale ones, few windows and how large a |t| then has to be."""
     if names := ", ".join(f"{row.name} {row.bits}" for row in rows if row.unquantized):
-        yield (
-            f"{UNQUANTIZED}: no token of {names} left full precision, because what was read is shorter than the "
-            "residual; effective bits are those of full precision."
-        )
+        yield NOTES["unquantized"].format(unquantized=UNQUANTIZED, names=names)
     if any(row.stale for row in rows):
-        yield STALE
+        yield NOTES["stale"]
     full = {row.record.key: row.record for row in rows if row.baseline}
     pairs = [(row.record, full[key]) for row in rows if (key := row.record.baseline_key or "") in full]
     shown = [losses for pair in pairs for run in pair if (losses := comparisons.losses(run)) is not None]
@@ -96,23 +85,16 @@ def _note_short(rows: Sequence[Row], comparisons: Comparisons) -> Iterator[str]:
 def _explain_item_marks(rows: Sequence[Row]) -> Iterator[str]:
     """What ±, p and ≈ mean in a table of scored items, its noise floor, and which rows are not worse by the margin."""
     if any(row.p_value is not None for row in rows):
-        yield (
-            "Differences are to full precision on the same items: ± is the standard error by bootstrap over items, p "
-            "that of McNemar's exact test (scores other than 0 and 1: of flipping the signs of differences), corrected "
-            "for all rows of the table (Holm)."
-        )
+        yield NOTES["items"]
     if any(row.within_noise for row in rows):
-        yield (
-            f"≈ within noise of full precision: p is above {ALPHA:g}, there are too few items for a p, or no more "
-            "items changed than in another batch order."
-        )
+        yield NOTES["items_noise"].format(alpha=ALPHA)
     floors = {row.record.metrics["noise_flips"] for row in rows if "noise_flips" in row.record.metrics}
     for floor in sorted(floors):
-        yield f"Full precision in another batch order changed {100 * floor:.1f}% of the items."
+        yield NOTES["floor"].format(share=100 * floor)
     kept = [row for row in rows if row.record.metrics.get("not_worse") == 1]
     if kept:
         names = ", ".join(f"{row.name} {row.bits}" for row in kept)
-        yield f"Not worse than full precision by the protocol's margin (task.margin), p at most {ALPHA:g}: {names}."
+        yield NOTES["not_worse"].format(alpha=ALPHA, names=names)
 
 
 def _note_storage(rows: Sequence[Row], comparisons: Comparisons) -> Iterator[str]:
@@ -120,10 +102,7 @@ def _note_storage(rows: Sequence[Row], comparisons: Comparisons) -> Iterator[str
     for row in rows:
         error = comparisons.perplexity_error(row.record) if row.baseline and row.record.status == "done" else None
         if error is not None:
-            yield (
-                f"Perplexity of {row.name} has a standard error of {error:.3f} over the windows of this text; all rows "
-                "share them, so it does not tell rows apart."
-            )
+            yield NOTES["perplexity"].format(name=row.name, error=error)
     records = [row.record for row in rows if "effective_bits" in row.record.metrics]
     for dtype, stored in sorted({(record.provenance.dtype, cache_dtype(record)) for record in records}):
         size = f": {_DTYPE_BITS[stored]} bits per element" if stored in _DTYPE_BITS else ""
@@ -144,12 +123,9 @@ def _note_storage(rows: Sequence[Row], comparisons: Comparisons) -> Iterator[str
         whose = "" if len(names) == 1 else f" of {', '.join(own[:_MOST_NAMED])}{more}"
         yield f"Residual{whose}: {text}."
     if any(row.pays is not None for row in rows):
-        yield TABLES
+        yield NOTES["tables"]
     if decoding := sorted({row.name for row in rows if (row.record.config.get("method") or {}).get("backend")}):
-        yield (
-            f"{', '.join(decoding)}: decode mode. The cache is transformers' own; at each flush it quantizes anew what "
-            "it decoded, the whole past, so that a token's error depends on the flushes behind it."
-        )
+        yield NOTES["decoding"].format(names=", ".join(decoding))
 
 
 def _note_widths(rows: Sequence[Row], comparisons: Comparisons, verdicts: Verdicts) -> Iterator[str]:
