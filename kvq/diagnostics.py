@@ -304,15 +304,10 @@ def without_tokens(
         rest = inside[~torch.isin(inside, positions.to(x.device))]
         if not rest.numel():
             continue
-        together = reconstruct(codec, x[:, :, start:end], None, _at(rope, inside))[:, :, rest - start]
-        apart = reconstruct(codec, x[:, :, rest], None, _at(rope, rest))
+        together = reconstruct(codec, x[:, :, start:end], None, rope and rope.at(inside))[:, :, rest - start]
+        apart = reconstruct(codec, x[:, :, rest], None, rope and rope.at(rest))
         kept = x[:, :, rest].double()
         for index, found in enumerate((together, apart)):
             sums[index] += float((found.double() - kept).square().sum())
         sums[2] += float(kept.square().sum())
     return (sums[0] / sums[2], sums[1] / sums[2]) if sums[2] else (0.0, 0.0)
-
-
-def _at(rope: Rope | None, positions: Tensor) -> Rope | None:
-    """The rotary embedding at some positions."""
-    return None if rope is None else rope.at(positions)

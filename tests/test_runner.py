@@ -114,29 +114,32 @@ def test_repeating_a_command_measures_nothing(
     assert {path.name: path.stat().st_mtime_ns for path in (tmp_path / "results" / "runs").rglob("*.json")} == before
 
 
-def test_force_repeats_a_run_and_not_its_baseline(given: list[str], tmp_path: Path) -> None:
-    assert main([*given, "method=rtn", "bits=2"]) == 0
-    first = numbers(tmp_path)
-    took = {name: record.provenance.wall_seconds for name, record in records(tmp_path).items()}
-    assert main([*given, "method=rtn", "bits=2", "force=true"]) == 0
-    assert numbers(tmp_path) == first
-    again = {name: record.provenance.wall_seconds for name, record in records(tmp_path).items()}
-    assert [name for name in took if again[name] != took[name]] == ["rtn 2"]
-
-
 def edit_record(folder: Path, name: str, **fields: object) -> Path:
     path = Store(folder / "results").record_path(records(folder)[name].key)
     path.write_text(json.dumps(json.loads(path.read_text()) | fields), encoding="utf-8")
     return path
 
 
-def test_what_a_killed_repeat_left_is_cleaned(given: list[str], tmp_path: Path) -> None:
-    assert main([*given, "method=rtn", "bits=2"]) == 0
+def test_a_repeat_measures_the_run_alone_and_takes_nothing_away(
+    given: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Forced, it measures anew, not its baseline; what a killed one left is cleaned; one that fails changes nothing."""
+    words = [*given, "method=rtn", "bits=2"]
+    assert main(words) == 0
+    first = numbers(tmp_path)
+    took = {name: record.provenance.wall_seconds for name, record in records(tmp_path).items()}
+    assert main([*words, "force=true"]) == 0
+    assert numbers(tmp_path) == first
+    again = {name: record.provenance.wall_seconds for name, record in records(tmp_path).items()}
+    assert [name for name in took if again[name] != took[name]] == ["rtn 2"]
     left = tmp_path / "results" / "partial" / f"{records(tmp_path)['rtn 2'].key}.jsonl"
     left.parent.mkdir(exist_ok=True)
     left.write_text('{"header": "code"}\n', encoding="utf-8")
-    assert main([*given, "method=rtn", "bits=2"]) == 0
+    assert main(words) == 0
     assert not left.exists()
+    monkeypatch.setattr("kvq.tasks.ppl.storage_metrics", None)
+    assert main([*words, "force=true"]) == 1
+    assert numbers(tmp_path) == first
 
 
 def test_a_run_that_is_done_needs_no_folder_that_can_be_written(
@@ -159,58 +162,34 @@ def test_a_run_that_is_done_needs_no_folder_that_can_be_written(
     assert records(tmp_path) == before
 
 
-def test_a_stale_run_is_said_and_measured_again(
+def test_what_is_stale_broken_or_lost_is_said_and_measured_again(
     given: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main([*given, "method=rtn", "bits=2"]) == 0
+    words = [*given, "method=rtn", "bits=2"]
+    assert main(words) == 0
     edit_record(tmp_path, "rtn 2", versions={"ppl": 0})
     capsys.readouterr()
-    assert main([*given, "method=rtn", "bits=2", "plan=true"]) == 0
+    assert main([*words, "plan=true"]) == 0
     out = capsys.readouterr().out
     assert "stale        rtn bits=2" in out
     assert "done         fp16" in out
-    assert main([*given, "method=rtn", "bits=2"]) == 0
+    assert main(words) == 0
     assert records(tmp_path)["rtn 2"].versions["ppl"] == 1
-
-
-def test_a_corrupt_record_is_named_and_measured_again(
-    given: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main([*given, "method=rtn", "bits=2"]) == 0
     path = edit_record(tmp_path, "rtn 2")
     path.write_text(path.read_text()[:200], encoding="utf-8")
-    capsys.readouterr()
-    assert main([*given, "method=rtn", "bits=2"]) == 0
+    assert main(words) == 0
     assert path.name in capsys.readouterr().err
     assert records(tmp_path)["rtn 2"].status == "done"
-
-
-def test_a_repeat_that_fails_takes_nothing_away(
-    given: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert main([*given, "method=rtn", "bits=2"]) == 0
-    before = numbers(tmp_path)
-    monkeypatch.setattr("kvq.tasks.ppl.storage_metrics", None)
-    assert main([*given, "method=rtn", "bits=2", "force=true"]) == 1
-    assert numbers(tmp_path) == before
-
-
-def test_lost_samples_of_the_baseline_are_made_again(
-    given: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main([*given, "method=rtn", "bits=2"]) == 0
-    store = Store(tmp_path / "results")
-    store.samples_path(records(tmp_path)["fp16"].key).unlink()
+    Store(tmp_path / "results").samples_path(records(tmp_path)["fp16"].key).unlink()
     assert main([*given, "method=rtn", "bits=3"]) == 0
     assert "measuring again" in capsys.readouterr().err
     assert records(tmp_path)["rtn 3"].metrics["delta_nll_se"] > 0
 
 
 def test_what_is_refused_runs_no_baseline(given: list[str], tmp_path: Path) -> None:
-    assert main([*given, "method=nsn", "bits=1"]) == 1
-    assert not records(tmp_path)
-    assert main([*given, "-m", "method=nsn", "bits=1"]) == 1
-    assert not records(tmp_path)
+    for several in ([], ["-m"]):
+        assert main([*given, *several, "method=nsn", "bits=1"]) == 1
+        assert not records(tmp_path)
 
 
 def test_bytes_are_of_one_sequence(given: list[str], tmp_path: Path) -> None:

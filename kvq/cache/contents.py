@@ -97,9 +97,14 @@ class StateLayer(LinearAttentionLayer):
         return other
 
 
-class StatefulCache(Cache):
-    """A cache some of whose layers keep recurrent states, with keys and values or without."""
+class CountedCache(Cache):
+    """A cache some of whose layers may keep recurrent states, with keys and values or without; it counts its bytes."""
 
+    expands: bool
+    """Keys and values that multi-head latent attention expands are held in the place of its latent."""
+    _latent_numbers: int | None
+    kv_layers: list[Any]
+    """The layers with keys and values of their own (`Layer`)."""
     _states: Mapping[int, StateLayer]
 
     @property
@@ -155,6 +160,53 @@ class StatefulCache(Cache):
 
     def has_previous_state(self, *args: Any, **kwargs: Any) -> bool:
         return self._state_cache.has_previous_state(*args, **kwargs)
+
+    def _sides(self, which: str | None = None) -> list[Any]:
+        """The sides of all layers: keys, values (`which`: `key`, `value`), or both."""
+        names = ("key", "value") if which is None else (which,)
+        return [getattr(layer, name) for layer in self.kv_layers for name in names]
+
+    @property
+    def packed_bytes(self) -> int:
+        return sum(side.packed_bytes for side in self._sides())
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of everything the next token needs: packed prefixes, full-precision residuals, and states."""
+        return self.packed_bytes + sum(side.residual_bytes for side in self._sides()) + self.state_bytes
+
+    @property
+    def bits_per_element(self) -> float:
+        """Stored bits per element of packed keys and values; a side that packs none counts in full precision."""
+        return self.side_bits()
+
+    @property
+    def effective_bits(self) -> float:
+        """Stored bits per element of all tokens seen so far, residual included; evicted tokens count with 0 bits."""
+        sides = [(layer, side) for layer in self.kv_layers for side in (layer.key, layer.value)]
+        elements = sum(side.elements_per_token * (side.tokens + layer.evicted) for layer, side in sides)
+        return 8 * self.nbytes / elements if elements else 0.0
+
+    @property
+    def latent_bits(self) -> float | None:
+        """Of expanded keys and values: stored bits per number of the latents that they come from; else None."""
+        if not self.expands:
+            return None
+        tokens = sum(max(layer.batch_size, 0) * (layer.key.tokens + layer.evicted) for layer in self.kv_layers)
+        return 8 * self.nbytes / (tokens * (self._latent_numbers or 0)) if tokens else 0.0
+
+    def side_bits(self, which: str | None = None) -> float:
+        """Stored bits per element of `key`, `value` or both: of packed tokens, or of full precision if none are."""
+        sides = [side for side in self._sides(which) if side.tokens]
+        sides = sides if which is None else [getattr(side, "holder", side) for side in sides]
+        elements = sum(side.elements_per_token for side in sides)
+        return sum(side.bits_per_element * side.elements_per_token for side in sides) / elements if sides else 0.0
+
+    @property
+    def recompression(self) -> Recompression | None:
+        """What encoding packed tokens again has changed, over all layers; None: the method never does."""
+        found = [done for side in self._sides() if (done := getattr(side, "recompression", None)) is not None]
+        return Recompression(*map(sum, zip(*found, strict=True))) if found else None
 
 
 def states_of(model: Any, layers: Sequence[int]) -> dict[int, StateLayer]:
@@ -263,60 +315,3 @@ def bytes_together(caches: Sequence[CountedCache]) -> int:
         own += cache.nbytes - sum(views.values())
         shared |= {place: max(size, shared.get(place, 0)) for place, size in views.items()}
     return own + sum(shared.values())
-
-
-class CountedCache(StatefulCache):
-    """A cache that counts its bytes: those of its sides and of states of fixed size."""
-
-    expands: bool
-    """Keys and values that multi-head latent attention expands are held in the place of its latent."""
-    _latent_numbers: int | None
-    kv_layers: list[Any]
-    """The layers with keys and values of their own (`Layer`)."""
-
-    def _sides(self, which: str | None = None) -> list[Any]:
-        """The sides of all layers: keys, values (`which`: `key`, `value`), or both."""
-        names = ("key", "value") if which is None else (which,)
-        return [getattr(layer, name) for layer in self.kv_layers for name in names]
-
-    @property
-    def packed_bytes(self) -> int:
-        return sum(side.packed_bytes for side in self._sides())
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of everything the next token needs: packed prefixes, full-precision residuals, and states."""
-        return self.packed_bytes + sum(side.residual_bytes for side in self._sides()) + self.state_bytes
-
-    @property
-    def bits_per_element(self) -> float:
-        """Stored bits per element of packed keys and values; a side that packs none counts in full precision."""
-        return self.side_bits()
-
-    @property
-    def effective_bits(self) -> float:
-        """Stored bits per element of all tokens seen so far, residual included; evicted tokens count with 0 bits."""
-        sides = [(layer, side) for layer in self.kv_layers for side in (layer.key, layer.value)]
-        elements = sum(side.elements_per_token * (side.tokens + layer.evicted) for layer, side in sides)
-        return 8 * self.nbytes / elements if elements else 0.0
-
-    @property
-    def latent_bits(self) -> float | None:
-        """Of expanded keys and values: stored bits per number of the latents that they come from; else None."""
-        if not self.expands:
-            return None
-        tokens = sum(max(layer.batch_size, 0) * (layer.key.tokens + layer.evicted) for layer in self.kv_layers)
-        return 8 * self.nbytes / (tokens * (self._latent_numbers or 0)) if tokens else 0.0
-
-    def side_bits(self, which: str | None = None) -> float:
-        """Stored bits per element of `key`, `value` or both: of packed tokens, or of full precision if none are."""
-        sides = [side for side in self._sides(which) if side.tokens]
-        sides = sides if which is None else [getattr(side, "holder", side) for side in sides]
-        elements = sum(side.elements_per_token for side in sides)
-        return sum(side.bits_per_element * side.elements_per_token for side in sides) / elements if sides else 0.0
-
-    @property
-    def recompression(self) -> Recompression | None:
-        """What encoding packed tokens again has changed, over all layers; None: the method never does."""
-        found = [done for side in self._sides() if (done := getattr(side, "recompression", None)) is not None]
-        return Recompression(*map(sum, zip(*found, strict=True))) if found else None

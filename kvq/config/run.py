@@ -45,11 +45,12 @@ class NoLogger:
     name: str = "none"
 
     def __post_init__(self) -> None:
-        _check_name(self.name, "none")
+        if self.name != type(self).name:
+            raise ConfigError(f"logger.name={self.name}: choose another logger by logger=..., not by its name")
 
 
 @dataclass
-class WandbLogger:
+class WandbLogger(NoLogger):
     """Weights & Biases. `entity`: null = the account's own; `group`: null = one for each sweep's command.
     `mode`: null = that of the environment variable `WANDB_MODE`, else online.
 
@@ -65,7 +66,7 @@ class WandbLogger:
     timeout: Count = 30
 
     def __post_init__(self) -> None:
-        _check_name(self.name, "wandb")
+        super().__post_init__()
         check_limits("logger", self)
         for setting in ("project", "entity", "group"):
             given = getattr(self, setting)
@@ -79,14 +80,7 @@ class WandbLogger:
             self.mode = WandbMode(named)
 
 
-Logger = NoLogger | WandbLogger
-LOGGERS: dict[str, type[Logger]] = {"none": NoLogger, "wandb": WandbLogger}
-
-
-def _check_name(given: str, name: str) -> None:
-    if given != name:
-        raise ConfigError(f"logger.name={given}: choose another logger by logger=..., not by its name")
-
+LOGGERS: dict[str, type[NoLogger]] = {"none": NoLogger, "wandb": WandbLogger}
 
 Device = enum.StrEnum("Device", "auto cpu cuda")
 """Where the model runs; `auto`: CUDA when there is one."""

@@ -28,7 +28,7 @@ from typing import Any
 import yaml
 from tqdm import tqdm
 
-from kvq.config.run import Logger, WandbLogger, WandbMode
+from kvq.config.run import NoLogger, WandbLogger, WandbMode
 from kvq.errors import KvqError, RecordError, one_line, printable
 from kvq.report import command
 from kvq.report.labels import label, labelled, model_name, protocol, protocol_departures
@@ -238,7 +238,7 @@ _sent: set[str] = set()
 """Keys of the records that this process has sent."""
 
 
-def track(settings: Logger | None, store: Store, record: Record) -> None:
+def track(settings: NoLogger | None, store: Store, record: Record) -> None:
     """Show a run and its full precision where `settings` say; after the first error, one line and nothing more."""
     if not isinstance(settings, WandbLogger) or settings.mode is WandbMode.disabled or _given_up:
         return

@@ -67,20 +67,13 @@ def _assert_equal(overrides: list[str]) -> None:
     assert _plain(quick.config) == _plain(whole.config)
 
 
-@pytest.mark.thin(3)
-@pytest.mark.parametrize("choice", FEW)
+@pytest.mark.parametrize(
+    "choice",
+    [pytest.param(one, marks=pytest.mark.thin(3) if one in FEW else pytest.mark.long) for one in SINGLE],
+)
 def test_a_choice_with_another_and_with_values_is_what_hydra_composes(choice: str) -> None:
-    _assert_equal([choice, *_beside(choice), *MORE])
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("choice", [choice for choice in SINGLE if choice not in FEW])
-def test_every_choice_with_another_and_with_values_is_what_hydra_composes(choice: str) -> None:
-    _assert_equal([choice, *_beside(choice), *MORE])
-
-
-def _beside(choice: str) -> list[str]:
-    return ["method=kivi" if choice.startswith("dataset=") else "dataset=wikitext2"]
+    beside = "method=kivi" if choice.startswith("dataset=") else "dataset=wikitext2"
+    _assert_equal([choice, beside, *MORE])
 
 
 @pytest.mark.parametrize("overrides", TOGETHER, ids=" ".join)
@@ -110,18 +103,13 @@ def test_what_is_not_known_to_merge_is_left_to_hydra(overrides: list[str]) -> No
 
 
 def test_a_composition_is_the_callers_own() -> None:
-    first = compose(["method=kivi", "bits=2"])
-    first.method.key.quantizer.axis = "changed"
-    first.dataset.name = "changed"
-    second = compose(["method=kivi", "bits=2"])
+    given = ["method=kivi", "bits=2", "dataset.data_files=[a.txt]"]
+    first = compose(given)
+    first.method.key.quantizer.axis = first.dataset.name = "changed"
+    first.dataset.data_files.append("b.txt")
+    second = compose(given)
     assert second.method.key.quantizer.axis == "per_channel"
-    assert second.dataset.name == "pydocs"
-
-
-def test_values_given_as_lists_are_not_shared() -> None:
-    given = ["dataset.data_files=[a.txt]"]
-    compose(given).dataset.data_files.append("b.txt")
-    assert list(compose(given).dataset.data_files) == ["a.txt"]
+    assert (second.dataset.name, second.dataset.data_files) == ("pydocs", ["a.txt"])
 
 
 def test_hydra_composes_a_choice_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -304,13 +292,8 @@ def test_a_setting_by_its_earlier_name_is_the_same_run(name: str, value: Any) ->
 
 
 def test_a_token_policy_and_mla_by_their_earlier_names_are_the_same_run() -> None:
-    given = [
-        "method=zipcache",
-        "bits=k4v2",
-        "{}.recent=0.1",
-        "{}._target_=kvq.methods.{}.Saliency",
-        "cache.{}=expanded",
-    ]
+    target = "{}._target_=kvq.methods.{}.Saliency"
+    given = ["method=zipcache", "bits=k4v2", "{}.recent=0.1", target, "cache.{}=expanded"]
     names = (
         ("method.token_policy", "method.token_policy", "mixed_precision", "mla"),
         ("method.plan", "++method.plan", "plan", "latent"),
@@ -338,17 +321,6 @@ def test_a_value_is_no_earlier_name() -> None:
 
 @pytest.mark.every_plugin
 def test_earlier_names_on_a_command_line() -> None:
-    given = [
-        "method.value.quantizer.halves=up",
-        "halves=3",
-        "plan=true",
-        "task.plan=1",
-        "+method.plan=null",
-        "method.planned=1",
-    ]
-    assert with_current_names(given) == [
-        "method.value.quantizer.rounding=up",
-        *given[1:4],
-        "+method.token_policy=null",
-        given[5],
-    ]
+    kept = ["halves=3", "plan=true", "task.plan=1", "method.planned=1"]
+    given = ["method.value.quantizer.halves=up", *kept, "+method.plan=null"]
+    assert with_current_names(given) == ["method.value.quantizer.rounding=up", *kept, "+method.token_policy=null"]

@@ -28,11 +28,6 @@ def key(*overrides):
 CHOICES = [(group, name) for group, names in GROUPS.items() if group != "experiment" for name in names]
 
 
-def test_every_choice_is_described():
-    about = choices()
-    assert all(about[group][name] for group, name in CHOICES)
-
-
 @pytest.mark.parametrize(
     "choice",
     [
@@ -57,17 +52,14 @@ def test_every_experiment_composes(name):
 def test_every_group_is_known():
     assert set(GROUPS) == {"method", "model", "residual", "dataset", "task", "logger", "experiment"}
     assert all((conf_dir() / group).is_dir() for group in GROUPS)
+    assert all(all(about.values()) for about in choices().values())  # each is described
 
 
 def test_the_defaults():
     config = resolve(compose([]))
     assert (config.model.name, config.dataset.name, config.task.name) == ("tiny", "pydocs", "ppl")
-    assert (config.task.windows, config.task.context, config.task.stride, config.task.scoring) == (
-        "sliding",
-        2048,
-        512,
-        "generation",
-    )
+    task = config.task
+    assert (task.windows, task.context, task.stride, task.scoring) == ("sliding", 2048, 512, "generation")
     assert config.residual.policy is None
 
 
@@ -142,14 +134,9 @@ OTHER = [
 ]
 
 
-@pytest.mark.parametrize("overrides", SAME, ids=str)
-def test_what_a_key_leaves_out(overrides):
-    assert key("method=nsn", *overrides) == key("method=nsn")
-
-
-@pytest.mark.parametrize("overrides", OTHER, ids=str)
-def test_what_a_key_holds(overrides):
-    assert key("method=nsn", *overrides) != key("method=nsn")
+@pytest.mark.parametrize(("overrides", "same"), [(o, True) for o in SAME] + [(o, False) for o in OTHER], ids=str)
+def test_what_a_key_leaves_out_and_holds(overrides, same):
+    assert (key("method=nsn", *overrides) == key("method=nsn")) is same
 
 
 def test_fingerprints_are_in_the_key():
@@ -158,31 +145,25 @@ def test_fingerprints_are_in_the_key():
     assert len(set(keys)) == 3
 
 
-@pytest.mark.parametrize("name", ["fp16", "identity", "zero"])
-def test_a_fixed_rate_is_one_run_whatever_bits_say(name):
-    assert key(f"method={name}", "bits=2") == key(f"method={name}", "bits=4")
+WHOLE, C4, KEYS_FULL = "method=nsn residual=none", "dataset=c4 dataset.path=a.txt", "method=rtn method.key=null"
+SAME_RUN = [
+    *((f"method={name} bits=2", f"method={name} bits=4") for name in ("fp16", "identity", "zero")),
+    *(("method=fp16", f"method={full}") for full in ("fp16 residual=none", "fp16 residual.size=7")),
+    ("method=fp16", "method=rtn method.key=null method.value=null"),
+    ("task.windows=disjoint", "task.windows=disjoint task.stride=7"),
+    (WHOLE, f"{WHOLE} residual.size=7"),
+    (KEYS_FULL, f"{KEYS_FULL} residual.key.size=7"),
+]
+OTHER_RUN = [
+    (f"{WHOLE} residual.prefill_block=size", f"{WHOLE} residual.prefill_block=size residual.size=7"),
+    (C4, f"{C4} dataset.loader=text"),  # crops, and joined rows
+    (KEYS_FULL, f"{KEYS_FULL} residual.value.size=7"),
+]
 
 
-def test_full_precision_is_one_run_whatever_the_residual():
-    assert key("method=fp16") == key("method=fp16", "residual=none") == key("method=fp16", "residual.size=7")
-    assert key("method=fp16") == key("method=rtn", "method.key=null", "method.value=null")
-
-
-def test_settings_that_cannot_matter_are_left_out():
-    assert key("task.windows=disjoint") == key("task.windows=disjoint", "task.stride=7")
-    whole = ["method=nsn", "residual=none"]
-    assert key(*whole) == key(*whole, "residual.size=7")
-    assert key(*whole, "residual.prefill_block=size") != key(*whole, "residual.prefill_block=size", "residual.size=7")
-
-
-def test_joined_rows_and_crops_of_one_file_are_two_runs():
-    given = ["dataset=c4", "dataset.path=a.txt"]
-    assert key(*given) != key(*given, "dataset.loader=text")
-
-
-def test_the_residual_of_a_side_in_full_precision_is_left_out():
-    assert key("method=rtn", "method.key=null", "residual.key.size=7") == key("method=rtn", "method.key=null")
-    assert key("method=rtn", "method.key=null", "residual.value.size=7") != key("method=rtn", "method.key=null")
+@pytest.mark.parametrize(("one", "other", "same"), [(*p, True) for p in SAME_RUN] + [(*p, False) for p in OTHER_RUN])
+def test_settings_without_effect_are_left_out_of_the_key(one, other, same):
+    assert (key(*one.split()) == key(*other.split())) is same
 
 
 def test_the_baseline_of_a_run_is_fp16_in_the_same_setting():

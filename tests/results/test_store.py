@@ -27,11 +27,16 @@ def store(tmp_path: Path) -> Store:
     return Store(tmp_path / "results")
 
 
+def full(*_: object) -> None:
+    """Stands for `os.fsync` on a full disk."""
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
 def temporaries(store: Store) -> list[Path]:
     return list(store.runs.rglob(".*.tmp"))
 
 
-def test_put_and_get(store: Store) -> None:
+def test_put_get_and_replace(store: Store) -> None:
     record = made.record("kivi", "2", metrics={"nll": 1.25})
     assert store.get(record.key) is None
     assert store.scan() == ([], [])
@@ -43,15 +48,8 @@ def test_put_and_get(store: Store) -> None:
     assert store.scan() == ([stored], [])
     assert [len(line.split()) > 1 for line in store.samples_path(record.key).read_text().splitlines()] == [True, True]
     assert temporaries(store) == []
-
-
-def test_put_replaces_record_and_samples(store: Store) -> None:
-    record = made.record("kivi", "2", metrics={"nll": 1.25})
-    store.put(record, made.samples([1.0, 2.0]))
-    store.put(record.model_copy(update={"metrics": {"nll": 2.5}}))
-    found = store.get(record.key)
-    assert found is not None
-    assert found.metrics == {"nll": 2.5}
+    replaced = store.put(record.model_copy(update={"metrics": {"nll": 2.5}}))
+    assert store.get(record.key) == replaced != stored
     assert store.samples(record.key) == []
     assert not store.samples_path(record.key).exists()
 
@@ -118,9 +116,6 @@ def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
 def test_a_full_disk_is_named_and_keeps_what_was_there(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     record = made.record("kivi", "2", metrics={"nll": 1.25})
     stored = store.put(record, made.samples([1.0]))
-
-    def full(*_: object) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     with monkeypatch.context() as patched:
         patched.setattr(os, "fsync", full)
@@ -293,9 +288,6 @@ def test_a_damaged_pack_is_named_and_nothing_is_lost(store: Store) -> None:
 
 def test_a_full_disk_while_packing_loses_nothing(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     record = store.put(made.record("kivi", "2"), made.samples([1.0]))
-
-    def full(*_: object) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     with monkeypatch.context() as patched:
         patched.setattr(os, "fsync", full)
