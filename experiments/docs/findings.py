@@ -40,7 +40,7 @@ from kvq.report.comparisons import mark_within_noise
 from kvq.report.figures.over_models import losses_of, rank_correlations, stand_in_table
 from kvq.report.labels import method_departures, named, protocol_departures
 from kvq.results import Record, Store, is_stale
-from kvq.results.noise import family
+from kvq.results.noise import compare_pairs
 from kvq.results.statistics import delta_nll_of_samples, losses
 
 ROOT = Path(__file__).parents[2]
@@ -200,7 +200,7 @@ class Findings:
         elif " ~ " in text:
             first, second = (self._words(side, self._use) for side in text.split(" ~ "))
             runs = (losses(self._store.samples(self._run(words).key)) for words in (first, second))
-            if family({text: (next(runs), next(runs))}).differs(text):
+            if compare_pairs({text: (next(runs), next(runs))}).differs(text):
                 self.failed.append(f"{text}: they differ beyond noise, tested as one pair")
         else:
             values = [float(side) if _is_number(side) else self.value(side) for side in text.split(" < ")]

@@ -16,7 +16,7 @@ from kvq.report.labels import by_bits, labelled
 from kvq.results import Broken, Record, Store, statistics
 from kvq.results.files import SAMPLES
 from kvq.results.metrics import is_lower_better
-from kvq.results.noise import Family, compare_items, family
+from kvq.results.noise import PairTests, compare_items, compare_pairs
 from kvq.results.presets import parse_label, part_of
 
 Samples = Callable[[Record], list[dict[str, Any]]]
@@ -57,10 +57,10 @@ class Comparisons:
                 _LOSSES[digest] = statistics.losses(self.samples(record))
         return _LOSSES.get(digest)
 
-    def family(self, pairs: Iterable[tuple[Record, Record]]) -> Family:
+    def compare_pairs(self, pairs: Iterable[tuple[Record, Record]]) -> PairTests:
         """Test the differences of several pairs of runs together; results are by the keys of both."""
         known = {(a.key, b.key): (self.losses(a), self.losses(b)) for a, b in pairs}
-        return family({keys: (a, b) for keys, (a, b) in known.items() if a is not None and b is not None})
+        return compare_pairs({keys: (a, b) for keys, (a, b) in known.items() if a is not None and b is not None})
 
     def samples(self, record: Record) -> list[dict[str, Any]]:
         """The stored samples of a run. Raises: RecordError: they are missing or damaged."""
@@ -81,8 +81,8 @@ class Verdicts:
         self, records: Sequence[Record], comparisons: Comparisons, further: Iterable[tuple[Record, Record]] = ()
     ) -> None:
         every = {frozenset((a.key, b.key)): (a, b) for a, b in (*combinations(records, 2), *further)}
-        self._family, self._losses = comparisons.family(every.values()), comparisons.losses
-        self._with_verdicts = {key for pair in self._family.p for key in pair}
+        self._tests, self._losses = comparisons.compare_pairs(every.values()), comparisons.losses
+        self._with_verdicts = {key for pair in self._tests.p for key in pair}
 
     def knows(self, record: Record) -> bool:
         """Whether a run was compared with others: it has losses of as many windows as a verdict needs."""
@@ -94,7 +94,7 @@ class Verdicts:
             return False
         ours, theirs = self._losses(record), self._losses(other)
         pair = record.key, other.key
-        differ = self._family.differs(pair) or self._family.differs(pair[::-1])
+        differ = self._tests.differs(pair) or self._tests.differs(pair[::-1])
         return differ and ours is not None and theirs is not None and float(np.sum(ours.nll - theirs.nll)) < 0
 
 
@@ -172,7 +172,7 @@ def mark_within_noise(records: Sequence[Record], store: Store, keys: Collection[
     marked: dict[str, Record] = {}
     for full, group in groups.items():
         if keys is None or any(record.key in keys for record in group):
-            found = Comparisons(store.samples_of).family((record, known[full]) for record in group)
+            found = Comparisons(store.samples_of).compare_pairs((record, known[full]) for record in group)
             for record in group:
                 metrics = {name: value for name, value in record.metrics.items() if name != "within_noise"}
                 if (p_value := found.p.get((record.key, full))) is not None:

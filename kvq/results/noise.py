@@ -102,7 +102,7 @@ def _sign_patterns(windows: int) -> Float[np.ndarray, "patterns windows"]:
     return np.hstack([np.ones((len(others), 1)), others])
 
 
-class Family(NamedTuple):
+class PairTests(NamedTuple):
     """p-values of pairs by name, corrected for all of them; `windows` and the `critical` |t| of the most pairs."""
 
     p: Mapping[Any, float]
@@ -114,8 +114,8 @@ class Family(NamedTuple):
         return self.p.get(name, 1.0) <= ALPHA
 
 
-def family(pairs: Mapping[Name, tuple[Losses, Losses]]) -> Family:
-    """Test all pairs of runs with `max_t`; those of other windows (a broken or old run) are a family of their own.
+def compare_pairs(pairs: Mapping[Name, tuple[Losses, Losses]]) -> PairTests:
+    """Test all pairs of runs with `max_t`; those of other windows (a broken or old run) are tested apart.
 
     A pair has no p-value if its two runs scored other windows, lost infinitely, or have too few windows to differ.
     """
@@ -132,7 +132,7 @@ def family(pairs: Mapping[Name, tuple[Losses, Losses]]) -> Family:
         windows, critical = len(pairs[names[0]][0].windows), found.critical
         if windows >= fewest_to_differ():
             p_values |= dict(zip(names, found.p.tolist(), strict=True))
-    return Family(p_values, windows, critical)
+    return PairTests(p_values, windows, critical)
 
 
 RESAMPLES = 9999

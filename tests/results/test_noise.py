@@ -20,8 +20,8 @@ from kvq.errors import RecordError
 from kvq.results.noise import (
     bounded_not_worse,
     compare_items,
+    compare_pairs,
     differ_p,
-    family,
     max_t,
     needed_for_not_worse,
     not_worse,
@@ -80,12 +80,12 @@ def test_critical_t_is_where_findings_begin() -> None:
 def test_only_pairs_of_the_same_windows_are_judged() -> None:
     full, same = losses(made.samples([1.0] * 8)), losses(made.samples([2.0] * 8))
     other, broken = losses(made.samples([2.0] * 9)), losses(made.samples([math.nan] * 8))
-    found = family({"same": (same, full), "other": (other, full), "broken": (broken, full)})
+    found = compare_pairs({"same": (same, full), "other": (other, full), "broken": (broken, full)})
     assert dict(found.p) == {"same": 2 / 2**8}
     assert (found.windows, found.differs("same"), found.differs("other")) == (8, True, False)
     few = losses(made.samples([2.0] * (fewest_to_differ() - 1)))
-    assert not family({"few": (few, losses(made.samples([1.0] * (fewest_to_differ() - 1))))}).p
-    assert not family({}).p
+    assert not compare_pairs({"few": (few, losses(made.samples([1.0] * (fewest_to_differ() - 1))))}).p
+    assert not compare_pairs({}).p
 
 
 @pytest.fixture(scope="module")

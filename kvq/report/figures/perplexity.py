@@ -72,7 +72,7 @@ def valley_table(records: Sequence[Record], store: Store) -> pd.DataFrame:
     if len({record.bits for record in wanted}) < _FEWEST_WIDTHS:
         return pd.DataFrame()
     comparisons = Comparisons(store.samples_of)
-    tested = comparisons.family([(after, steps[after.key]) for after in wanted if after.key in steps])
+    tested = comparisons.compare_pairs([(after, steps[after.key]) for after in wanted if after.key in steps])
     for record in wanted:
         before = steps.get(record.key)
         change = None if before is None else comparisons.delta_nll(record, before)

@@ -73,7 +73,7 @@ def _note_short(rows: Sequence[Row], comparisons: Comparisons) -> Iterator[str]:
     shown = [losses for pair in pairs for run in pair if (losses := comparisons.losses(run)) is not None]
     if min((len(losses.windows) for losses in shown), default=0) >= SHORT:
         return
-    found = comparisons.family(pairs)
+    found = comparisons.compare_pairs(pairs)
     if 0 < found.windows < fewest_to_differ():
         least = f"no difference is told from noise with fewer than {fewest_to_differ()}"
         yield f"Too short: {found.windows} windows; {least}."
