@@ -198,7 +198,7 @@ def trained_with_bos(model: ModelConfig, chat: bool, tokenizer_writes: bool | No
 
 @dataclass
 class DatasetConfig:
-    """Text to score: on the hub (`hub_id`), or local (`path`: jsonl, parquet, text or a saved dataset).
+    """Text to score: on the hub (`hub_id`), or local (`path`: jsonl, parquet or text).
 
     `rows`: only the first so many rows; the hub streams them, so that no more is downloaded than what holds them.
     """

@@ -57,40 +57,31 @@ def load_rows(setting: str, local: str, hub_id: str | None, *args: Any, first: i
 def read_rows(config: DatasetConfig) -> tuple[str, ...]:
     """The texts of `dataset.path`, else of `dataset.hub_id`; the first `dataset.rows` of them (None: all).
 
-    Of a record, the text is the field `dataset.text_field`; a text file is one row. A `path` is a file, a folder of
-    files of one kind, read in the order of their names, or a folder that `datasets` wrote with `save_to_disk`.
+    Of a record, the text is the field `dataset.text_field`; a text file is one row. A `path` is a file, or a folder of
+    files of one kind, read in the order of their names.
     """
     if config.path is None:
-        local = "a local copy (jsonl, parquet, text or a saved dataset)"
+        local = "a local copy (jsonl, parquet or text)"
         choices = {"data_files": config.data_files, "split": config.split or "test", "first": config.rows}
         rows = load_rows(f"dataset={config.name}", local, config.hub_id, config.hub_config, **choices)
         return _extract_texts(rows, config.text_field, str(config.hub_id))
     path = Path(config.path).expanduser()
-    if _is_saved_dataset(path):
-        return _read_saved_rows(path, config)[: config.rows]
     field = config.text_field
     read = (row for file in _list_files(path) for row in _extract_texts(_read_file(file, field), field, str(file)))
     return tuple(read)[: config.rows]
 
 
 def describe_source(config: DatasetConfig) -> str | None:
-    """Describe `dataset.path` for the record ("saved dataset", "12 .txt files"); None: it cannot be read."""
+    """Describe `dataset.path` for the record ("12 .txt files"); None: it cannot be read."""
     if config.path is None:
         return None
     path = Path(config.path).expanduser()
-    if _is_saved_dataset(path):
-        return "saved dataset"
     try:
         files = _list_files(path)
     except DataError:
         return None
     kind = _file_suffix(files[0]).removesuffix(".gz")
     return f"{kind} file" if path.is_file() else f"{len(files)} {kind} files"
-
-
-def _is_saved_dataset(path: Path) -> bool:
-    """Whether `datasets` wrote the folder with `save_to_disk`."""
-    return (path / "dataset_dict.json").is_file() or (path / "dataset_info.json").is_file()
 
 
 def _file_suffix(path: Path) -> str:
@@ -110,27 +101,10 @@ def _list_files(path: Path) -> list[Path]:
     inside = (file for file in path.rglob("*") if not any(p.startswith(".") for p in file.relative_to(path).parts))
     files = sorted(file for file in inside if _file_suffix(file) and file.is_file())
     if not files:
-        raise DataError(f"{where}: the folder holds no {kinds} files and no saved dataset")
+        raise DataError(f"{where}: the folder holds no {kinds} files")
     if len(suffixes := sorted(set(map(_file_suffix, files)))) > 1:
         raise DataError(f"{where}: the folder holds files of several kinds ({', '.join(suffixes)}); give one file")
     return files
-
-
-def _read_saved_rows(path: Path, config: DatasetConfig) -> tuple[str, ...]:
-    """The texts of `dataset.split` (test) of a folder that `datasets` wrote."""
-    from datasets import DatasetDict, load_from_disk
-
-    try:
-        rows = load_from_disk(str(path))
-    except Exception as error:  # of several libraries, for every file that is cut short or garbled
-        raise DataError(f"dataset.path={path}: not a whole saved dataset: {one_line(error, 200)}") from error
-    if isinstance(rows, DatasetDict):
-        split = config.split or "test"
-        if split not in rows:
-            hint = did_you_mean(split, rows)
-            raise DataError(f"dataset.split={split} is not in {path}; there are: {', '.join(rows)}.{hint}")
-        rows = rows[split]
-    return _extract_texts(rows, config.text_field, str(path))
 
 
 def _read_file(path: Path, field: str | None = None) -> Any:

@@ -92,11 +92,6 @@ def protocol_departures(run: Record) -> list[str]:
     return list(departures_of(run).protocol)
 
 
-def first_token_departure(run: Record) -> list[str]:
-    """How windows or prompts begin, where that differs from the texts that the model was trained on."""
-    return list(departures_of(run).first_token)
-
-
 _WINDOWS = ("windows", "context", "stride", "scoring")
 _SCORED = {"generation": "as in generation", "parallel": "in parallel", "continuation": "as a continuation"}
 

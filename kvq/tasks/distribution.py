@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -90,8 +90,7 @@ def moments(x: States) -> ChannelMoments:
     return ChannelMoments(mean, deviation, norm, covariance.amin(2), covariance.amax(2))
 
 
-@dataclass(frozen=True)
-class VarianceRange:
+class VarianceRange(NamedTuple):
     """Lemma 1: bounds of a rotated channel's variance that hold with probability 1 - alpha."""
 
     low: float
@@ -195,7 +194,7 @@ class Distributions:
             limits = lemma_range(found.mean[head], gamma, self.task.alpha, self.task.hanson_wright)
             here, lowest, highest = variances[:, head], found.lowest[head], found.highest[head]
             inside = (here >= limits.low) & (here <= limits.high)
-            row = {"kind": "lemma", **place, "head": head, **vars(limits)}
+            row = {"kind": "lemma", **place, "head": head, **limits._asdict()}
             row |= {"variance_min": float(here.min()), "variance_max": float(here.max())}
             row |= {"inside": float(inside.double().mean())}
             self.first.append(row | {"covariance_min": float(lowest.amin()), "covariance_max": float(highest.amax())})

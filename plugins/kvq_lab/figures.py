@@ -3,29 +3,21 @@
 from __future__ import annotations
 
 import json
+import re
 import warnings
 from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pandas as pd
+import yaml
 
 from kvq.codecs.lloyd_max import density
-from kvq.report.figures.drawing import (
-    GREY,
-    colour,
-    dash,
-    draw_heat,
-    draw_points,
-    dress,
-    hide_frame,
-    legend_below,
-    lines_of,
-    panels,
-    register_figure,
-)
+from kvq.report.figures import drawing as draw
 from kvq.report.figures.error import bars
-from kvq.report.figures.perplexity import draw_part_losses, part_losses
+from kvq.report.figures.perplexity import run_name
 from kvq.report.labels import named
 from kvq.results import Record, Store, run_key
 from kvq.results.metrics import metric_of
@@ -33,9 +25,9 @@ from kvq.results.presets import in_words
 from kvq_lab.search import dominated
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from matplotlib.figure import Figure
+
+    from kvq.report.tables.layout import Table
 
 _LEVEL = 0.95
 _MARKED = 8  # tokens between two markers of a line
@@ -70,11 +62,11 @@ def _estimate_survival(record: Record, rows: Sequence[dict[str, Any]]) -> pd.Dat
     return pd.DataFrame({"method": named(record), "tokens": places, "share": share, "low": low, "high": high, "kl": kl})
 
 
-@register_figure("trajectory", "Greedy texts beside full precision's: {where}", survival_table, task="trajectory")
+@draw.register_figure("trajectory", "Greedy texts beside full precision's: {where}", survival_table, task="trajectory")
 def survival_figure(table: pd.DataFrame) -> Figure:
     """Two panels: the share of texts by tokens, with its interval, and the distance by step, a mean over 8 steps."""
-    made, axes = panels(2, 3.2, 1, 2)
-    looks = lines_of(table["method"])
+    made, axes = draw.panels(2, 3.2, 1, 2)
+    looks = draw.lines_of(table["method"])
     for method, part in table.groupby("method", sort=False):
         look: dict[str, Any] = {**looks[str(method)]._asdict(), "markersize": 3, "markevery": _MARKED}
         part = part.reset_index(drop=True)
@@ -84,30 +76,13 @@ def survival_figure(table: pd.DataFrame) -> Figure:
         axes[1].plot(part["tokens"], part["kl"].rolling(8, min_periods=1).mean(), **look)
     axes[0].set_ylim(0, 1.02)
     axes[1].set_yscale("log")
-    dress(axes[0], "tokens written", "texts that are full precision's", "y")
-    dress(axes[1], "tokens of full precision's text", "KL of the next token (nats)", "y")
-    legend_below(made, axes[0], 4)
+    draw.dress(axes[0], "tokens written", "texts that are full precision's", "y")
+    draw.dress(axes[1], "tokens of full precision's text", "KL of the next token (nats)", "y")
+    draw.legend_below(made, axes[0], 4)
     return made
 
 
-# By task: what a figure of its runs shows, in words.
-_SHARES = {
-    "tools": {
-        "valid_json": "answers that\nare JSON",
-        "schema_valid": "arguments that\nfit the schema",
-        "accuracy": "right calls",
-        "same_answers": "full precision's\nanswers",
-    },
-    "speculate": {
-        "acceptance": "drafted tokens\nthat are kept",
-        "tokens_per_forward": "tokens per forward\nof the target",
-    },
-    "reuse": {
-        "sent_bits": "bits per element,\npacked",
-        "zstd_bits": "bits per element,\nafter zstd",
-        "delta_nll": "loss\n(nats/token)",
-    },
-}
+_SHARES = yaml.safe_load(Path(__file__).with_name("shares.yaml").read_text(encoding="utf-8"))
 
 
 def shares_table(records: Sequence[Record], _: Store) -> pd.DataFrame:
@@ -132,22 +107,45 @@ for _task, _title in (
     ("speculate", "Drafts from a method's cache"),
     ("reuse", "A prefix that is stored and sent"),
 ):
-    register_figure(_task, f"{_title}: {{where}}", shares_table, of="all", task=_task)(bars)
+    draw.register_figure(_task, f"{_title}: {{where}}", shares_table, of="all", task=_task)(bars)
 
 
-@register_figure(
-    "drift", "Distance by tokens written: {where}", lambda table, _: part_losses(table, "part", "kl_mean"), of="table"
-)
-def parts_figure(numbers: pd.DataFrame) -> Figure:
-    """A line per method with standard errors over texts, each part at its last token; KL by powers of ten."""
-    return draw_part_losses(numbers, "tokens written up to the end of the part")
+def part_losses(table: Table, _: Store, index: str, metric: str) -> pd.DataFrame | None:
+    """One line per run and value of a part's `index`, such as a turn, with the metric there; None: no run has any."""
+    place, lines = re.compile(rf"{metric}\[{index}=(\d+)\]"), []
+    for row in table.rows:
+        metrics = row.record.metrics
+        for start in sorted(int(found[1]) for name in metrics if (found := place.fullmatch(name))):
+            value, se = (metrics.get(f"{name}[{index}={start}]") for name in (metric, f"{metric}_se"))
+            lines.append({"method": row.name, "bits": row.bits, "first": start, metric: value, "se": se})
+    return pd.DataFrame(lines) if lines else None
 
 
-@register_figure("turns", "Loss by turn: {where}", lambda table, _: part_losses(table, "turn"), of="table")
-def turns_figure(numbers: pd.DataFrame) -> Figure:
-    """A line per method with standard errors over conversations, by turn."""
-    return draw_part_losses(numbers, "turn", whole=True)
+def draw_part_losses(numbers: pd.DataFrame) -> Figure:
+    """Loss over full precision by turn, or KL (log axis) by part of a text: a line per method with standard errors."""
+    drift = "kl_mean" in numbers
+    runs = {run_name(*run): part for run, part in numbers.groupby(["method", "bits"], sort=False)}
+    made, axis = draw.panels(1, 2.4 + 0.08 * len(runs))
+    for name, look in draw.lines_of(runs).items():
+        error = runs[name]["se"].astype(float).fillna(0.0)
+        own: dict[str, Any] = {**look._asdict(), "capsize": 1.5, "markersize": 3.5, "label": name}
+        axis.errorbar(runs[name]["first"], runs[name]["kl_mean" if drift else "delta_nll"], error, **own)
+    if drift:
+        axis.set_yscale("log")
+        draw.dress(axis, "tokens written up to the end of the part", "mean KL (nats/token)")
+    else:
+        draw.draw_level(axis)
+        draw.dress(axis, "turn", "loss over full precision (nats/token)", whole=True)
+    draw.legend_below(made, axis, 2)
+    return made
 
+
+for _stem, _title, _index, _metric in (
+    ("drift", "Distance by tokens written", "part", "kl_mean"),
+    ("turns", "Loss by turn", "turn", "delta_nll"),
+):
+    _numbers = partial(part_losses, index=_index, metric=_metric)
+    draw.register_figure(_stem, f"{_title}: {{where}}", _numbers, of="table")(draw_part_losses)
 
 _LEAST = 1e-6
 """KL below which a colour tells nothing apart."""
@@ -167,7 +165,7 @@ def costs_table(records: Sequence[Record], store: Store) -> pd.DataFrame:
     return pd.DataFrame(lines, columns=["method", "side", "layer", "kl"])
 
 
-@register_figure("sensitivity", "Quantized alone: {where}", costs_table, task="sensitivity")
+@draw.register_figure("sensitivity", "Quantized alone: {where}", costs_table, task="sensitivity")
 def costs_figure(table: pd.DataFrame) -> Figure:
     """A line of cells for the keys, one for the values of each run and one for each head; layers from left to right."""
     from matplotlib.colors import LogNorm
@@ -178,12 +176,12 @@ def costs_figure(table: pd.DataFrame) -> Figure:
     grid = once.pivot(index=["method", "side"], columns="layer", values="kl").reindex(rows)
     most = max(float(table["kl"].max()), 10 * _LEAST)
     scale = LogNorm(max(min(float(table["kl"].min()), most / 10), most / 10**_DECADES, _LEAST), most)
-    made, axis = panels(2, 0.9 + 0.17 * len(rows))
-    image = draw_heat(axis, grid.clip(lower=scale.vmin), norm=scale, cmap="viridis")
+    made, axis = draw.panels(2, 0.9 + 0.17 * len(rows))
+    image = draw.draw_heat(axis, grid.clip(lower=scale.vmin), norm=scale, cmap="viridis")
     axis.set_yticks(range(len(rows)), [f"{method}, {side}" for method, side in rows], fontsize=6)
     step = max(1, grid.shape[1] // 15)
     axis.set_xticks(range(0, grid.shape[1], step), [str(layer) for layer in grid.columns[::step]])
-    hide_frame(axis)
+    draw.hide_frame(axis)
     axis.set_xlabel("layer")
     made.colorbar(image, ax=axis, label="KL (nats/token)", extend="min", pad=0.01)
     return made
@@ -203,18 +201,18 @@ def sums_table(records: Sequence[Record], store: Store) -> pd.DataFrame:
     return pd.DataFrame(lines, columns=["method", "set", "places", "sum", "kl"])
 
 
-@register_figure("sums", "Do costs of layers add up? {where}", sums_table, task="sensitivity")
+@draw.register_figure("sums", "Do costs of layers add up? {where}", sums_table, task="sensitivity")
 def sums_figure(table: pd.DataFrame) -> Figure:
     """A point for each set of layers: the sum of its parts' KL along x, its own KL along y; equal on the line."""
-    made, axis = panels(2, 3.2)
+    made, axis = draw.panels(2, 3.2)
     for index, (method, part) in enumerate(table.groupby("method", sort=False)):
-        draw_points(axis, part["sum"], part["kl"], index, str(method))
+        draw.draw_points(axis, part["sum"], part["kl"], index, str(method))
     low, high = (getattr(table[["sum", "kl"]].to_numpy(), kind)() for kind in ("min", "max"))
-    axis.plot([low, high], [low, high], color=GREY, linewidth=0.8, zorder=0)
+    axis.plot([low, high], [low, high], color=draw.GREY, linewidth=0.8, zorder=0)
     axis.set_xscale("log")
     axis.set_yscale("log")
-    dress(axis, "sum of the KL of the parts (nats/token)", "KL of the set (nats/token)", "both")
-    legend_below(made, axis, 2)
+    draw.dress(axis, "sum of the KL of the parts (nats/token)", "KL of the set (nats/token)", "both")
+    draw.legend_below(made, axis, 2)
     return made
 
 
@@ -279,25 +277,25 @@ def search_tables(_: Sequence[Record], store: Store) -> dict[tuple[str, str], pd
     return tables
 
 
-@register_figure("search-{name}", "{what}", search_tables, of="records")
+@draw.register_figure("search-{name}", "{what}", search_tables, of="records")
 def search_figure(table: pd.DataFrame) -> Figure:
     """Trials and the frontier of all of them on the left; on the right hypervolume, a line for each seed."""
     first, second = [name for name in table.columns if name not in _OF_TRIALS][:2]
-    made, axes = panels(2, 3.0, 1, 2)
+    made, axes = draw.panels(2, 3.0, 1, 2)
     done = table.dropna(subset=[first, second])
     for index, (sampler, part) in enumerate(table.groupby("sampler", sort=True)):
         own = part.dropna(subset=[first, second])
-        draw_points(axes[0], own[second], own[first], index, str(sampler), s=14)
+        draw.draw_points(axes[0], own[second], own[first], index, str(sampler), s=14)
         for place, (_, line) in enumerate(part.groupby("seed")):
-            look = {"color": colour(index), "linestyle": dash(index), "linewidth": 0.9}
+            look = {"color": draw.colour(index), "linestyle": draw.dash(index), "linewidth": 0.9}
             label = str(sampler) if place == 0 else None
             axes[1].step(line["trial"], line["hypervolume"], where="post", label=label, **look)
     free = done[done["frontier"].astype(bool)].drop_duplicates([first, second]).sort_values(second)
     axes[0].plot(free[second], free[first], color="black", linewidth=0.7, zorder=0)
     axes[0].set_yscale("log")
-    dress(axes[0], metric_of(second).title, metric_of(first).title, "both")
-    dress(axes[1], "trials", "hypervolume (share of the box)", "y", whole=True)
-    legend_below(made, axes[1], 4)
+    draw.dress(axes[0], metric_of(second).title, metric_of(first).title, "both")
+    draw.dress(axes[1], "trials", "hypervolume (share of the box)", "y", whole=True)
+    draw.legend_below(made, axes[1], 4)
     return made
 
 
@@ -329,16 +327,17 @@ def marginal_tables(records: Sequence[Record], _: Store) -> dict[tuple[str, str]
     return {("kvquant-plus-plus", title): pd.concat([pd.DataFrame(line) for line in lines], ignore_index=True)}
 
 
-@register_figure("sphere-marginal-{name}", "{what}", marginal_tables, of="records")
+@draw.register_figure("sphere-marginal-{name}", "{what}", marginal_tables, of="records")
 def marginal_figure(table: pd.DataFrame) -> Figure:
     """A panel for each dimension, and one for the least bits by KVQuant++'s formula and by its derivation."""
     names = list(dict.fromkeys(table["panel"]))
-    made, axes = panels(len(names), 2.4, 1, len(names))
+    made, axes = draw.panels(len(names), 2.4, 1, len(names))
     for axis, name in zip(axes, names, strict=True):
         part = table[table["panel"] == name]
         for index, (curve, line) in enumerate(part.groupby("curve", sort=False)):
-            axis.plot(line["x"], line["y"], color=colour(index), linestyle=dash(index), linewidth=1, label=str(curve))
+            look = {"color": draw.colour(index), "linestyle": draw.dash(index), "linewidth": 1}
+            axis.plot(line["x"], line["y"], label=str(curve), **look)
         x, y = ("query heads of a KV head", "bits") if name == "least bits" else (f"coordinate, {name}", "density")
-        dress(axis, x, y, "both")
+        draw.dress(axis, x, y, "both")
         axis.legend()
     return made

@@ -114,7 +114,8 @@ def is_allowed(answer: Any, value: Any, loose: bool) -> bool:
         loose: strings without case, spaces and the signs , . / - _ * ^, and with one kind of quote (BFCL's comparison).
     """
     if isinstance(value, Mapping):
-        return isinstance(answer, Mapping) and _arguments_fit(answer, {n: _as_list(v) for n, v in value.items()}, loose)
+        allowed = {name: one if isinstance(one, list) else [one] for name, one in value.items()}
+        return isinstance(answer, Mapping) and _arguments_fit(answer, allowed, loose)
     if isinstance(value, list):
         return (
             isinstance(answer, list)
@@ -126,11 +127,6 @@ def is_allowed(answer: Any, value: Any, loose: bool) -> bool:
     if isinstance(value, bool) or isinstance(answer, bool) or value is None:
         return answer is value
     return isinstance(answer, int | float) and answer == value
-
-
-def _as_list(values: Any) -> Sequence[Any]:
-    """Allowed values of a field of an object, where a file gives a single one."""
-    return values if isinstance(values, list) else [values]
 
 
 def _normalize(text: str) -> str:

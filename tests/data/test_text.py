@@ -36,7 +36,7 @@ def config(path: Path | None = None, loader: Loader = Loader.text, **settings) -
 
 
 def write(path: Path, rows: list[str], field: str = "text") -> Path:
-    """Write `rows` in the form that the suffix of `path` names; no suffix is a saved dataset."""
+    """Write `rows` in the form that the suffix of `path` names."""
     records = [{"id": index, field: row} for index, row in enumerate(rows)]
     lines = "".join(json.dumps(record) + "\n" for record in records)
     match "".join(path.suffixes):
@@ -48,14 +48,10 @@ def write(path: Path, rows: list[str], field: str = "text") -> Path:
             path.write_bytes(gzip.compress(lines.encode()))
         case ".parquet":
             pandas.DataFrame(records).to_parquet(path)
-        case ".dict":
-            datasets.DatasetDict({"test": datasets.Dataset.from_list(records)}).save_to_disk(path)
-        case "":
-            datasets.Dataset.from_list(records).save_to_disk(path)
     return path
 
 
-@pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.json.gz", "a.parquet", "saved", "saved.dict"])
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.json.gz", "a.parquet"])
 def test_every_local_form_is_the_same_text(tmp_path, name):
     data = load_tokens(config(write(tmp_path / name, ROWS)), byte_tokenizer(), context=10)
     text = "\n\n".join(ROWS)
@@ -172,7 +168,6 @@ def test_unusable_text_is_one_line(tmp_path, rows, settings, message):
         ("garbled.json.gz", WHOLE[:12] + b"\xff" * 80, "garbled.json.gz: cannot be read"),
         ("deep.jsonl", '{"text":' * 100_000, "deep.jsonl: cannot be read: .*recursion"),
         ("folder/a.bin", "?", "the folder holds no"),
-        ("saved/dataset_info.json", "{}", "not a whole saved dataset"),
     ],
 )
 def test_unreadable_path_is_one_line(tmp_path, name, content, message):
@@ -189,11 +184,6 @@ def test_unreadable_path_is_one_line(tmp_path, name, content, message):
 def test_a_byte_order_mark_is_no_text(tmp_path, name, content):
     (tmp_path / name).write_bytes(content.encode("utf-8-sig"))
     assert read_joined_text(config(tmp_path / name)) == "A\ntext."
-
-
-def test_unknown_split_of_a_saved_dataset_names_the_others(tmp_path):
-    with pytest.raises(DataError, match=r"dataset\.split=tset .* there are: test\. Did you mean 'test'\?"):
-        load_tokens(config(write(tmp_path / "a.dict", ROWS), split="tset"), byte_tokenizer(), 8)
 
 
 def test_unreachable_hub_points_to_a_local_copy(monkeypatch):

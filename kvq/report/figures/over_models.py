@@ -14,10 +14,10 @@ from matplotlib.ticker import LogLocator
 
 from kvq.config.limits import DISTRIBUTION, EMBEDDED
 from kvq.report.figures import drawing as draw
-from kvq.report.labels import FIRST, first_token_departure, label, named
+from kvq.report.labels import FIRST, label, named
 from kvq.results import Record, run_key
 from kvq.results.metrics import METRICS
-from kvq.results.presets import model_path
+from kvq.results.presets import departures_of, model_path
 from kvq.results.statistics import spearman
 
 _PROTOCOL = ("task", "method", "residual", "seed")
@@ -57,13 +57,13 @@ def _hash_protocol(record: Record, names: Sequence[str] = _PROTOCOL) -> str:
     """A hash of how a run was measured. How a model's windows begin is left out where it is as it was trained."""
     parts = {name: record.config.get(name) for name in names}
     parts["task"] = {name: value for name, value in (parts["task"] or {}).items() if name != "bos"}
-    return run_key(parts | {"begins": first_token_departure(record)})[:6]
+    return run_key(parts | {"begins": departures_of(record).first_token})[:6]
 
 
 def _say_protocol(record: Record) -> str:
     """What the runs of a figure share, whatever their method: scoring, windows, and what departs from presets."""
     scoring = (record.config.get("task") or {}).get("scoring")
-    words = ", ".join(filter(None, [scoring and f"scoring {scoring}", *first_token_departure(record)]))
+    words = ", ".join(filter(None, [scoring and f"scoring {scoring}", *departures_of(record).first_token]))
     return f"{_hash_protocol(record, ('task', 'seed'))}: {words}"
 
 

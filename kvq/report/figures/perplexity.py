@@ -1,10 +1,9 @@
-"""Figures of perplexity by part and width, and of needles found by length and depth."""
+"""Figures of perplexity by width, and of needles found by length and depth."""
 
 from __future__ import annotations
 
 import itertools
 import math
-import re
 from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
@@ -28,39 +27,6 @@ _FEWEST_WIDTHS = 3
 def run_name(method: object, bits: object) -> str:
     """A run of a figure: its method and its bits, where they are not fixed by the method."""
     return f"{method} {bits}".removesuffix(" fixed")
-
-
-def part_losses(table: Table, index: str, metric: str = "delta_nll") -> pd.DataFrame | None:
-    """One line per run and value of a part's `index`, such as a stretch of positions; None: no run has any."""
-    place, lines = re.compile(rf"{metric}\[{index}=(\d+)\]"), []
-    for row in table.rows:
-        metrics = row.record.metrics
-        for start in sorted(int(found[1]) for name in metrics if (found := place.fullmatch(name))):
-            value, se = (metrics.get(f"{name}[{index}={start}]") for name in (metric, f"{metric}_se"))
-            lines.append({"method": row.name, "bits": row.bits, "first": start, metric: value, "se": se})
-    return pd.DataFrame(lines) if lines else None
-
-
-def draw_part_losses(numbers: pd.DataFrame, words: str, whole: bool = False) -> Figure:
-    """Loss over full precision, or KL (log axis), by place (`first`): a line per method with standard errors.
-
-    `words`: label of the x axis.
-    """
-    [metric] = set(numbers.columns) & {"delta_nll", "kl_mean"}
-    runs = {run_name(*run): part for run, part in numbers.groupby(["method", "bits"], sort=False)}
-    made, axis = draw.panels(1, 2.4 + 0.08 * len(runs))
-    for name, look in draw.lines_of(runs).items():
-        error = runs[name]["se"].astype(float).fillna(0.0)
-        own: dict[str, Any] = {**look._asdict(), "capsize": 1.5, "markersize": 3.5, "label": name}
-        axis.errorbar(runs[name]["first"], runs[name][metric], error, **own)
-    if metric == "delta_nll":
-        draw.draw_level(axis)
-    else:
-        axis.set_yscale("log")
-    named = {"delta_nll": "loss over full precision (nats/token)", "kl_mean": "mean KL (nats/token)"}
-    draw.dress(axis, words, named[metric], whole=whole)
-    draw.legend_below(made, axis, 2)
-    return made
 
 
 def valley_table(records: Sequence[Record], store: Store) -> pd.DataFrame:
