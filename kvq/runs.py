@@ -17,7 +17,7 @@ from kvq.calibration import files, text
 from kvq.calibration.fit import load_or_fit
 from kvq.config import Config, full_precision
 from kvq.config.identity import canonical, names
-from kvq.config.run import CpuLinear, Mla
+from kvq.config.run import CpuLinear
 from kvq.config.tasks import is_timed
 from kvq.data.rows import describe_source
 from kvq.errors import KvqError, RecordError, Unsupported, printable
@@ -81,11 +81,11 @@ class Prepared:
         return method
 
     def check_latent(self) -> None:
-        """Raise `Unsupported` for a format of a latent where the model caches none, or caches what it expands to."""
+        """Raise `Unsupported` for a format of a latent where the model caches none."""
         config = self.config
         if not (config.method.latent_only and self.inputs.reads_weights):
             return
-        if config.cache.mla is Mla.expanded or latent_numbers(text_config_of(config.model)) is None:
+        if latent_numbers(text_config_of(config.model)) is None:
             raise Unsupported(
                 f"method={config.method.name}: a format of the latent that multi-head latent attention caches; "
                 f"model={config.model.name} caches keys and values"

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from kvq.cache import files
 from kvq.cache.chunk_masks import SourceColumns
-from kvq.cache.contents import NO_CROP, install_expansions, place_layers, states_of
+from kvq.cache.contents import NO_CROP, place_layers, states_of
 from kvq.cache.hooks import (
     WatchfulCache,
     check_distances,
@@ -28,9 +28,8 @@ from kvq.cache.packed import use_packed_attention
 from kvq.cache.padded import PaddableCache
 from kvq.cache.rotary import RopeTable, angles, styles_of
 from kvq.codecs.codec import isolated
-from kvq.config.run import Mla
 from kvq.errors import ConfigError, Unsupported
-from kvq.models.layers import kv_layers_of, latent_numbers, window_of
+from kvq.models.layers import kv_layers_of, window_of
 from kvq.models.load import LoadedModel
 from kvq.models.placing import unwrapped
 
@@ -79,8 +78,7 @@ class KVCache(PaddableCache, WatchfulCache):
         stacks, watched = register_hooks(module)
         config = module.config.get_text_config(decoder=True)
         packed = attention == "packed"
-        mla = method.mla
-        held = kv_layers_of(config, mla)
+        held = kv_layers_of(config)
         self._states = states_of(module, [layer.index for layer in held])
         own = method.layers(config, held, keep_decoded, packed)
         if packed:
@@ -96,9 +94,6 @@ class KVCache(PaddableCache, WatchfulCache):
         self._batch_layers[0].link(self._batch_layers)
         self.wants_hidden = any(side.wants_hidden for side in self._sides())
         self.bind_model(module, stacks)
-        self.expands = mla is Mla.expanded
-        self._expansions = install_expansions(watched, list(self._held)) if self.expands else {}
-        self._latent_numbers = latent_numbers(config)
         self._no_crop = NO_CROP if self._states else next(filter(None, map(no_mask_reason, watched)), None)
         if self._no_crop is None and "logits_to_keep" not in signature(type(module).forward).parameters:
             self._no_crop = f"{type(module).__name__} is not told which tokens are candidates (no logits_to_keep)"
@@ -123,11 +118,6 @@ class KVCache(PaddableCache, WatchfulCache):
         `Unsupported` for states of an attention that no forward announced (`before_attention`).
         """
         self.check_expected(layer_idx)
-        held = self._expansions.get(layer_idx)
-        if held is not None and (expansion := held()) is not None:
-            keys, values = expansion.expand(key_states, value_states)
-            expansion.ready = self._update(keys, values, layer_idx, *args, **kwargs)
-            return key_states, value_states  # which the model hands to the expansion
         return self._update(key_states, value_states, layer_idx, *args, **kwargs)
 
     @isolated(gradients=True)
@@ -293,8 +283,6 @@ class KVCache(PaddableCache, WatchfulCache):
             raise Unsupported("cache.save: its model is gone, which the file has to name")
         if self.is_parted:
             raise Unsupported("cache.save: a padded batch; save prompts of equal length, or one by one")
-        if self.expands:
-            raise Unsupported("cache.save: keys and values expanded from a latent; use cache.mla=latent")
         about = files.identity(model, self.method, len(self.kv_layers))
         files.write(Path(path), about, self.kv_layers, self._tables, self.dtype, self._states)
 

@@ -1,11 +1,8 @@
-"""What a `KVCache` holds: recurrent states of fixed size, expanded latents, and all of its bytes counted.
+"""What a `KVCache` holds: recurrent states of fixed size, and all of its bytes counted.
 
 Recurrent states are those of linear attention, convolutions and state space models. They are neither quantized nor
 cast. `KVCache` holds them for the model, counts them under their own name, and forks and selects them with the keys and
 values.
-
-transformers' multi-head latent attentions give the latent and the rotated part of the keys to the cache, and expand
-what it returns (`expand_kv`). An `Expansion` in that place expands new tokens for the cache.
 """
 
 from __future__ import annotations
@@ -21,7 +18,6 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, LinearAttentionLayer
 
-from kvq.cache.hooks import layer_number
 from kvq.cache.store import Recompression
 from kvq.errors import Unsupported
 from kvq.models.layers import KvLayer, state_layers_of
@@ -100,9 +96,6 @@ class StateLayer(LinearAttentionLayer):
 class CountedCache(Cache):
     """A cache some of whose layers may keep recurrent states, with keys and values or without; it counts its bytes."""
 
-    expands: bool
-    """Keys and values that multi-head latent attention expands are held in the place of its latent."""
-    _latent_numbers: int | None
     kv_layers: list[Any]
     """The layers with keys and values of their own (`Layer`)."""
     _states: Mapping[int, StateLayer]
@@ -187,14 +180,6 @@ class CountedCache(Cache):
         elements = sum(side.elements_per_token * (side.tokens + layer.evicted) for layer, side in sides)
         return 8 * self.nbytes / elements if elements else 0.0
 
-    @property
-    def latent_bits(self) -> float | None:
-        """Of expanded keys and values: stored bits per number of the latents that they come from; else None."""
-        if not self.expands:
-            return None
-        tokens = sum(max(layer.batch_size, 0) * (layer.key.tokens + layer.evicted) for layer in self.kv_layers)
-        return 8 * self.nbytes / (tokens * (self._latent_numbers or 0)) if tokens else 0.0
-
     def side_bits(self, which: str | None = None) -> float:
         """Stored bits per element of `key`, `value` or both: of packed tokens, or of full precision if none are."""
         sides = [side for side in self._sides(which) if side.tokens]
@@ -254,49 +239,6 @@ def reads_in_parts(model: Any) -> bool:
     found = torch.cat(parts, 1)
     _PROBED[model] = float((found - whole).abs().max() / whole.abs().max()) <= _TOLERANCE.get(found.dtype, _NARROW)
     return _PROBED[model]
-
-
-_EXPAND = "expand_kv"
-States = tuple[Tensor, Tensor]
-
-
-class Expansion:
-    """An attention's `expand_kv`; its next call returns `ready`, where it is set, in place of expanding."""
-
-    def __init__(self, step: Callable[[Tensor, Tensor], States]) -> None:
-        self._step = step
-        self.ready: States | None = None
-
-    def __call__(self, latent: Tensor, rotated: Tensor) -> States:
-        ready, self.ready = self.ready, None
-        return self._step(latent, rotated) if ready is None else ready
-
-    def expand(self, latent: Tensor, rotated: Tensor) -> States:
-        """Expand the latent and rotated part of new tokens to keys and values `[batch, heads, tokens, channels]`."""
-        if self.ready is not None:
-            self.ready = None
-            raise Unsupported("cache.mla=expanded: the model's attention does not expand what a cache returns")
-        return self._step(latent, rotated)
-
-
-def install_expansions(attentions: Sequence[nn.Module], layers: Sequence[int]) -> Mapping[int, weakref.ref[Expansion]]:
-    """Replace `expand_kv` of these attentions by an `Expansion`, once, and return them by layer number."""
-    found = {}
-    for module in attentions:
-        given: Any = getattr(module, _EXPAND, None)
-        index = layer_number(module, {})
-        if index not in layers:
-            continue
-        if given is None:
-            raise Unsupported(
-                f"cache.mla=expanded: model: {type(module).__name__} has no step that expands the latent alone; use "
-                "cache.mla=latent"
-            )
-        if not isinstance(given, Expansion):
-            given = Expansion(given)
-            setattr(module, _EXPAND, given)
-        found[index] = weakref.ref(given)  # a cache holds no model
-    return found
 
 
 def bytes_together(caches: Sequence[CountedCache]) -> int:

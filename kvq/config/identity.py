@@ -11,7 +11,7 @@ from kvq.config.choices import SIDES
 from kvq.config.composing import full_precision
 from kvq.config.method import MethodConfig, earlier_names, with_names
 from kvq.config.residual import Policy, PrefillBlock, ResidualSide
-from kvq.config.run import Attention, Config, Mla, trained_with_bos
+from kvq.config.run import Attention, Config, trained_with_bos
 from kvq.config.tasks import Windows, is_timed
 from kvq.errors import ConfigError
 
@@ -63,7 +63,6 @@ def canonical(
         found
         | _without_empty(
             attention=cache.attention if packed and quantized and timed else None,  # scores do not depend on it
-            latent=cache.mla if cache.mla is Mla.expanded else None,  # also in full precision
             machine=dataset_fingerprint if timed else None,
         )
     )

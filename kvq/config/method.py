@@ -20,7 +20,6 @@ RENAMED = {
     "least_scale": "min_scale",
     "side_dtype": "scale_dtype",
     "plan": "token_policy",
-    "latent": "mla",
     "kvq.methods.plan.OutlierTokens": "kvq.methods.mixed_precision.OutlierTokens",
     "kvq.methods.plan.Saliency": "kvq.methods.mixed_precision.Saliency",
 }
@@ -37,9 +36,7 @@ def earlier_names() -> dict[str, str]:
     return {name: earlier for earlier, name in current_names().items()}
 
 
-_RENAMED_PATH = re.compile(
-    r"(?P<path>[+~]{0,2}(?:method\.(?:[\w.]+\.)?(?:halves|least_scale|side_dtype|plan)|cache\.latent))(?=[.=]|$)"
-)
+_RENAMED_PATH = re.compile(r"(?P<path>[+~]{0,2}method\.(?:[\w.]+\.)?(?:halves|least_scale|side_dtype|plan))(?=[.=]|$)")
 
 
 def with_names(settings: Any, names: Mapping[str, str]) -> Any:

@@ -232,9 +232,6 @@ class DatasetConfig:
 Attention = enum.StrEnum("Attention", "dense packed")
 """What a decoded token attends to: decoded keys and values, or packed codes (the same up to rounding)."""
 
-Mla = enum.StrEnum("Mla", "latent expanded")
-"""What is cached of multi-head latent attention (MLA): the latent, or the keys and values that it expands to."""
-
 
 @dataclass
 class CacheConfig:
@@ -242,13 +239,11 @@ class CacheConfig:
 
     `attention`: what a task that measures speed decodes with; scores always come from dense attention.
     `dtype`: of what the cache keeps in full precision, baseline and residual alike; None = the model's default.
-    `mla`: see `Mla`.
     """
 
     keep_decoded: bool = False
     attention: Attention = Attention.dense
     dtype: Dtype | None = None
-    mla: Mla = Mla.latent
 
     def __post_init__(self) -> None:
         _check_stored("cache.dtype", self.dtype)

@@ -19,7 +19,6 @@ from kvq.config.bits import Bits, bits_per_head, check_range, mean_width, parse_
 from kvq.config.explain import composed
 from kvq.config.identity import canonical_method
 from kvq.config.residual import ResidualConfig, effective_residual
-from kvq.config.run import Mla
 from kvq.errors import ConfigError, KvqError, Unsupported, did_you_mean
 from kvq.methods.kept_keys import KeptKeys
 from kvq.methods.method import FirstLayers, Method
@@ -78,10 +77,7 @@ def method_of(config: Config, *head_dims: int) -> Method:
     """Build the method of a resolved run, checked at each head dim: a layer may have one of its own."""
     for head_dim in head_dims:
         built = instantiate_method(config.method, config.residual, config.bits, head_dim)
-    found = replace(built, mla=config.cache.mla)
-    if found.mla is Mla.expanded:
-        found.check_needs("cache.mla=expanded", "expanded_latent")
-    return found
+    return built
 
 
 def instantiate_method(method: MethodConfig, residual: ResidualConfig, bits: Any, head_dim: int) -> Method:

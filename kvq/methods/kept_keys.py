@@ -271,7 +271,7 @@ class KeptKeys(Policy):
     setting = "kept_keys"
     does = "keeps keys of chosen tokens"
     needs = frozenset({"own_tokens"})
-    excludes = CHOOSES_TOKENS | {"expanded_latent"}
+    excludes = CHOOSES_TOKENS
 
     def bind_tokenizer(self, tokenizer: Any) -> KeptKeys:
         """A copy with the ids of the tokens. Raises: ConfigError: a text that is not one token."""

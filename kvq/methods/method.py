@@ -18,7 +18,6 @@ from kvq.cache.side import CacheSide
 from kvq.codecs import Codec, ComponentQuantizer, FisherTransform, StoredWithKeys, calibrated_parts
 from kvq.config.bits import Bits, mean_label
 from kvq.config.residual import Residual, ResidualSide
-from kvq.config.run import Mla
 from kvq.errors import ConfigError, Unsupported
 from kvq.kernels import build_linear_chain
 from kvq.methods.kept_keys import layer_indices, make_side, packed_side_of
@@ -59,7 +58,6 @@ class Method:
             are then those of the first.
         settings: what it was built from, as plain JSON data (`kvq.config.identity.canonical_method`); empty for a
             method that was put together by hand.
-        mla: what is cached of multi-head latent attention.
     """
 
     name: str
@@ -73,7 +71,6 @@ class Method:
     policies: tuple[Policy, ...] = ()
     by_layer: Sequence[Method] = ()
     settings: Mapping[str, Any] = field(default_factory=dict)
-    mla: Mla = Mla.latent
 
     @property
     def joins_sides(self) -> bool:
@@ -185,15 +182,12 @@ class Method:
         if not self.settings:
             raise Unsupported(f"method={self.name}: put together by hand, so nothing names it; use kvq.build_method")
         ids = getattr(self.policy("kept_keys"), "ids", None)
-        found = {
+        return {
             **self.settings,
             "residual": asdict(self.residual),
             "kept_ids": None if ids is None else list(ids),
             "tables": digest(self._tables(layers)) if self.needs_calibration else None,
         }
-        if self.mla is Mla.expanded:
-            found["latent"] = self.mla.value
-        return found
 
     def _tables(self, layers: int) -> dict[str, Tensor]:
         """The tables of all layers, by side, layer, part and name."""

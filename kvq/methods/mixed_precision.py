@@ -68,7 +68,7 @@ class MixedPrecision(Policy):
     does = "chooses tokens as they leave full precision"
     needs = frozenset({"own_tokens"})
     excludes = CHOOSES_TOKENS | {
-        *("two_codecs", "all_at_once", "prompt_at_once", "latent", "expanded_latent"),
+        *("two_codecs", "all_at_once", "prompt_at_once", "latent"),
         *("own_window", "sides_apart"),
     }
 

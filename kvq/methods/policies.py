@@ -47,7 +47,6 @@ NEEDED: Final[Mapping[Capability, str]] = {
     "decoded_at_once": "that a query reads tokens of its own forward decoded",
     "packed_attention": "codes that attention reads; use cache.attention=dense",
     "latent": "keys as a cache holds them, which here is the latent that the model expands",
-    "expanded_latent": "keys and values of heads alone; use cache.mla=latent",
     "own_window": "tokens that leave with a layer's window",
     "several_tokens": "several tokens in a forward",
     "sides_apart": "each side of each layer quantized by itself",
@@ -131,19 +130,19 @@ class Trait(Policy):
     needs: Capabilities = frozenset()
 
 
-_TABLES: Capabilities = frozenset({"uncalibrated", "two_codecs", "expanded_latent"})
+_TABLES: Capabilities = frozenset({"uncalibrated", "two_codecs"})
 _BY_LAYER = Trait("bits_by_layer", "gives layers bits of their own", frozenset({"one_width", "two_codecs"}))
 _WHOLE_LAYERS = Trait("full_precision_layers", "keeps layers in full precision", frozenset({"all_layers"}))
 _CALIBRATED = Trait("calibration", "fits tables to states", _TABLES)
 _FITTED_FIRST = Trait("a codec", "fits tables to the first tokens", frozenset({"all_at_once"}))
-_BY_POSITION = Trait("a codec", "undoes rotary embeddings", frozenset({"any_position", "expanded_latent"}))
+_BY_POSITION = Trait("a codec", "undoes rotary embeddings", frozenset({"any_position"}))
 _SINKS = Trait("sink_tokens", "keeps the first tokens in full precision", frozenset({"all_tokens", "own_tokens"}))
 _AT_ONCE = Trait("residual=none", "quantizes all tokens at once", frozenset({"no_prompt", "chunked_prompt"}))
 _SIDES_DIFFER = Trait("residual or bits", "differ for keys and values", frozenset({"sides_alike"}))
 _JOINS_SIDES = Trait(
     "value",
     "is stored with the keys",
-    frozenset({"codecs_alone", "two_codecs", "expanded_latent", "sides_apart"}),
+    frozenset({"codecs_alone", "two_codecs", "sides_apart"}),
     frozenset({"codecs_alone", "same_stages", "one_width", "all_layers", "sides_alike"}),
 )
 
@@ -188,7 +187,7 @@ class MergedRotation(Policy):
     setting = "merge_rotation"
     does = "rotates states by the model's weights"
     needs = frozenset({"same_stages", "uncalibrated"})
-    excludes = frozenset({"codecs_alone", "expanded_latent", "sides_apart"})
+    excludes = frozenset({"codecs_alone", "sides_apart"})
 
     @contextmanager
     def in_weights(self, model: nn.Module) -> Iterator[None]:

@@ -56,7 +56,7 @@ class Inputs:
         """Fingerprint of the weights; of a task that reads none, the model's shape."""
         if self.reads_weights:
             return model_fingerprint(self.config.model)
-        return cache_shape(self.config.model, self.config.cache.mla).name
+        return cache_shape(self.config.model).name
 
     @property
     def reads_weights(self) -> bool:
@@ -91,20 +91,18 @@ class Inputs:
     @property
     def _shape(self) -> tuple[list[int], int | None]:
         """Head dims and longest context, from the configuration."""
-        mla = self.config.cache.mla
         if not self.reads_weights:
-            shape = cache_shape(self.config.model, mla)
+            shape = cache_shape(self.config.model)
             return shape.head_dims, shape.context
         timed = is_timed(self.config.task)
-        name = (self._model_key, mla, timed)
-        return self.shared("shape", name, lambda: shape_of(self.config.model, mla, timed))
+        return self.shared("shape", (self._model_key, timed), lambda: shape_of(self.config.model, timed))
 
     @property
     def names(self) -> tuple[str, str]:
         """Names of the inputs, different for different ones: the model on its device, and the text as tokens."""
         merged = self.config.method.merge_rotation
         return (
-            repr((self.config.device, self._model_key, self.config.cache_dtype, self.config.cache.mla, merged)),
+            repr((self.config.device, self._model_key, self.config.cache_dtype, merged)),
             repr((self.config.dataset, self._model_key, self.tokens.fingerprint)),
         )
 

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kvq.config.run import Mla
 from kvq.errors import Unsupported
 
 _ATTENTION = ("full_attention", "sliding_attention", "chunked_attention", "hybrid", "hybrid_sliding")
@@ -25,8 +24,8 @@ class KvLayer:
     """A layer with keys and values of its own, number `index` among all layers of the model (`layer_idx`).
 
     Attributes:
-        head_dim, value_dim: channels of a cached key and value per head. Of multi-head latent attention that is not
-            expanded: of the latent, one head, and of the rotated part of the keys, which is cached in values' place.
+        head_dim, value_dim: channels of a cached key and value per head. Of multi-head latent attention: of the
+            latent, one head, and of the rotated part of the keys, which is cached in values' place.
         window: how many tokens back a query reads, itself included; None: all.
     """
 
@@ -36,7 +35,7 @@ class KvLayer:
     window: int | None
 
 
-def kv_layers_of(config: Any, mla: Mla = Mla.latent) -> list[KvLayer]:
+def kv_layers_of(config: Any) -> list[KvLayer]:
     """The layers that have keys and values of their own, in order, by a model's transformers text configuration."""
     name, kinds = type(config).__name__, _layer_types(config)
     unknown = set(kinds) - {*_ATTENTION, *_STATE, *_NOTHING}
@@ -46,9 +45,7 @@ def kv_layers_of(config: Any, mla: Mla = Mla.latent) -> list[KvLayer]:
     if (outside := _OUTSIDE.get(getattr(config, "model_type", ""))) is not None:
         raise Unsupported(f"model: {name} {outside}")
     count = config.num_hidden_layers - (getattr(config, "num_kv_shared_layers", None) or 0)
-    if mla is Mla.expanded and latent_numbers(config) is None:
-        raise Unsupported(f"cache.mla=expanded: model: {name} caches no latent; use cache.mla=latent")
-    found = [_kv_layer(config, index, mla) for index in range(count) if kinds[index] in _ATTENTION]
+    found = [_kv_layer(config, index) for index in range(count) if kinds[index] in _ATTENTION]
     if not found:
         raise Unsupported(f"model: {name} has no keys and values, only states of fixed size")
     return found
@@ -63,9 +60,9 @@ def latent_numbers(config: Any) -> int | None:
     return int(rank) + int(config.qk_rope_head_dim) if rank else None
 
 
-def head_dims_of(config: Any, mla: Mla = Mla.latent) -> list[int]:
+def head_dims_of(config: Any) -> list[int]:
     """Channels of a cached key per head, of every layer that has keys and values of its own."""
-    return [layer.head_dim for layer in kv_layers_of(config, mla)]
+    return [layer.head_dim for layer in kv_layers_of(config)]
 
 
 def places_of(config: Any) -> dict[int, int]:
@@ -102,14 +99,11 @@ def layer_config(config: Any, index: int) -> Any:
     return config if own is None else own[index]
 
 
-def _kv_layer(config: Any, index: int, mla: Mla) -> KvLayer:
+def _kv_layer(config: Any, index: int) -> KvLayer:
     """The `KvLayer` of layer `index`: key and value channels per head and the attention window."""
     window = window_of(config, index)
     if rank := getattr(config, "kv_lora_rank", None):
-        rotated = int(config.qk_rope_head_dim)
-        if mla is Mla.latent:
-            return KvLayer(index, int(rank), rotated, window)
-        return KvLayer(index, int(config.qk_nope_head_dim) + rotated, int(config.v_head_dim), window)
+        return KvLayer(index, int(rank), int(config.qk_rope_head_dim), window)
     head_dim = _head_dim(layer_config(config, index), config)
     return KvLayer(index, head_dim, head_dim, window)
 

@@ -15,7 +15,6 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from transformers.utils import logging as transformers_logging
 
-from kvq.config.run import Mla
 from kvq.data.rows import go_offline_if_silent
 from kvq.errors import ConfigError, DataError, Unsupported, one_line
 from kvq.models.folder import delta_folder, files_read, folder_fingerprint, model_folder
@@ -190,13 +189,13 @@ def _config_of(config: ModelConfig) -> Any:
     return copy.deepcopy(_last_config[1])  # a model changes its own
 
 
-def shape_of(config: ModelConfig, mla: Mla = Mla.latent, timed: bool = False) -> tuple[list[int], int | None]:
+def shape_of(config: ModelConfig, timed: bool = False) -> tuple[list[int], int | None]:
     """The model's head dims, ascending, and the longest context in tokens where its configuration gives one.
 
     `timed`: as in `longest_context`.
     """
     text = text_config_of(config)
-    return sorted(set(head_dims_of(text, mla))), longest_context(config, text, timed)
+    return sorted(set(head_dims_of(text))), longest_context(config, text, timed)
 
 
 def longest_context(config: ModelConfig, text: Any, timed: bool = False) -> int | None:

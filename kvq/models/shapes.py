@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from kvq.config.run import Mla
 from kvq.errors import Unsupported
 from kvq.models.layers import KvLayer, kv_layers_of, latent_numbers, layer_config, state_layers_of
 from kvq.models.load import longest_context, text_config_of
@@ -82,14 +81,14 @@ def load_shapes() -> dict[str, dict[str, int]]:
     return known
 
 
-def cache_shape(config: ModelConfig, mla: Mla = Mla.latent) -> CacheShape:
+def cache_shape(config: ModelConfig) -> CacheShape:
     """The shape of `model.path`; of a hub id that is not shipped, from its configuration file."""
     known = load_shapes().get(config.path)
-    if known is not None and mla is Mla.latent:
+    if known is not None:
         kind = LayerKind(known["layers"], known["kv_heads"], known["head_dim"])
         return CacheShape((kind,), longest_context(config, SimpleNamespace(max_position_embeddings=known["context"])))
     text = text_config_of(config)
-    cached, latent = kv_layers_of(text, mla), latent_numbers(text) is not None
+    cached, latent = kv_layers_of(text), latent_numbers(text) is not None
     stateful = bool(state_layers_of(text))
     layers = None if latent and not stateful else held_layers(text)
     if layers is None and stateful:
@@ -104,7 +103,7 @@ def cache_shape(config: ModelConfig, mla: Mla = Mla.latent) -> CacheShape:
         }
         if not held:
             raise Unsupported(f"model: {type(text).__name__} keeps no keys and values in a cache that it is given")
-    counts = Counter(_layer_kind(text, layer, mla, held[layer.index]) for layer in cached if layer.index in held)
+    counts = Counter(_layer_kind(text, layer, held[layer.index]) for layer in cached if layer.index in held)
     kinds = tuple(replace(kind, count=count) for kind, count in counts.items())
     return CacheShape(kinds, longest_context(config, text), sum(map(_state_bytes, layers or ())))
 
@@ -134,7 +133,7 @@ def _state_bytes(layer: Any) -> int:
     return sum(state.nbytes for held in states for state in held if state is not None)
 
 
-def _layer_kind(text: Any, layer: KvLayer, mla: Mla, held: tuple[int, int, int] | None) -> LayerKind:
+def _layer_kind(text: Any, layer: KvLayer, held: tuple[int, int, int] | None) -> LayerKind:
     """The `LayerKind` of one layer, from KV heads, key and value dim (`held`) or its settings."""
     dim, value_dim = layer.head_dim, layer.value_dim
     if held is not None:
@@ -143,5 +142,5 @@ def _layer_kind(text: Any, layer: KvLayer, mla: Mla, held: tuple[int, int, int] 
         own = layer_config(text, layer.index)
         heads = int(getattr(own, "num_key_value_heads", None) or own.num_attention_heads)
     else:
-        heads = 1 if mla is Mla.latent else int(text.num_attention_heads)
+        heads = 1
     return LayerKind(1, heads, dim, None if value_dim == dim else value_dim, layer.window)

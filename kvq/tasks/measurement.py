@@ -154,7 +154,7 @@ def scored_rows(
 
 STORED = (
     *("bits_per_element", "key_bits", "value_bits", "effective_bits", "packed_bytes", "total_bytes", "cached_tokens"),
-    *("expanded_bits", "index_bits", "index_entropy", "uncoded_bits"),
+    *("index_bits", "index_entropy", "uncoded_bits"),
 )
 RECOMPRESSED = ("recompressed_tokens", "recompression_error")
 """Of methods that encode packed tokens again with other bits."""
@@ -167,8 +167,7 @@ def storage_metrics(cache: KVCache, sequences: int) -> dict[str, float]:
 
     With Huffman codes: mean length of code words and entropy of each block's frequencies. With compressed blocks: bits
     before. With tokens encoded again: how many (of a head, each time), and the relative squared change of their decoded
-    forms. With states of fixed size: their bytes, and part of effective bits. Of an expanded latent, effective bits are
-    per number of the latent, `expanded_bits` per one cached.
+    forms. With states of fixed size: their bytes, and part of effective bits.
     """
     stored = {
         "bits_per_element": cache.bits_per_element,
@@ -188,8 +187,6 @@ def storage_metrics(cache: KVCache, sequences: int) -> dict[str, float]:
     coded = [(part, size) for codec, part in blocks if (size := codec.uncoded_bytes(part)) is not None]
     if elements := sum(part.batch * part.heads * part.tokens * part.head_dim for part, _ in coded):
         stored["uncoded_bits"] = 8 * sum(size for _, size in coded) / elements
-    if (latent := cache.latent_bits) is not None:
-        stored |= {"expanded_bits": cache.effective_bits, "effective_bits": latent}
     if cache.state_bytes:
         stored["state_bytes"] = cache.state_bytes / sequences
         stored["state_bits"] = stored["effective_bits"] * cache.state_bytes / cache.nbytes

@@ -198,7 +198,7 @@ def decoding_bytes(shape: CacheShape, method: Method, tokens: int) -> int:
 def measure(inputs: Inputs, method: Method, baseline: Baseline | None, journal: Journal) -> Measurement:
     """Bytes by part for every length, keys and values apart."""
     task: MemoryConfig = inputs.config.task
-    shape = cache_shape(inputs.config.model, method.mla)
+    shape = cache_shape(inputs.config.model)
     rows = [row for tokens in sorted(task.lengths) for row in rows_of(shape, method, tokens, tokens <= task.measured)]
     metrics: dict[str, float] = {}
     for tokens in sorted(task.lengths):
@@ -229,7 +229,7 @@ def check(inputs: Inputs, method: Method) -> None:
     """Raise `ConfigError` or `Unsupported` for prompts, a method or a model whose bytes cannot be counted."""
     task: MemoryConfig = inputs.config.task
     check_shapes_suffice(method)
-    shape = cache_shape(inputs.config.model, method.mla)
+    shape = cache_shape(inputs.config.model)
     for kind, side in itertools.product(shape.layers, ("key", "value")):
         if (codec := getattr(method, side)) is not None:
             codec.check(kind.dim(side))
@@ -241,4 +241,4 @@ def check(inputs: Inputs, method: Method) -> None:
 
 
 # Bytes depend on the model's shape, not on text.
-TASK = Task(check, measure, lambda inputs: cache_shape(inputs.config.model, inputs.config.cache.mla).name)
+TASK = Task(check, measure, lambda inputs: cache_shape(inputs.config.model).name)

@@ -111,7 +111,7 @@ def parallel_method(method: Method) -> Method:
 
 def without_codecs(method: Method) -> Method:
     """Full precision under the residual of a method, so that both cut a text alike."""
-    return Method(name="fp16", key=None, value=None, residual=method.residual, bits=None, mla=method.mla)
+    return Method(name="fp16", key=None, value=None, residual=method.residual, bits=None)
 
 
 @torch.no_grad()

@@ -122,7 +122,7 @@ def _watched(config: Config, loaded: LoadedModel, prompt: Tensor) -> Iterator[tu
 
 def _method(config: Config, loaded: LoadedModel) -> Method:
     """The run's method, with its calibration."""
-    method = method_of(config, head_dims_of(loaded.text_config, config.cache.mla)[0])
+    method = method_of(config, head_dims_of(loaded.text_config)[0])
     if not method.needs_calibration:
         return method
     return bind_calibration(method, loaded.model, files.file_of(Inputs(config)))  # which the run has written

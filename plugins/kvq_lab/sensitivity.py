@@ -59,7 +59,7 @@ def check(inputs: Inputs, method: Method) -> None:
 
 def check_heads(inputs: Inputs, method: Method) -> None:
     """Raise `Unsupported` for a codec that does not encode each head by itself."""
-    for layer in kv_layers_of(inputs.model.text_config, inputs.config.cache.mla):
+    for layer in kv_layers_of(inputs.model.text_config):
         for side, dim in zip(SIDES, (layer.head_dim, layer.value_dim), strict=True):
             codec = method.codec_of(side, layer.index)
             if codec is not None:
@@ -71,7 +71,7 @@ def check_heads(inputs: Inputs, method: Method) -> None:
 
 def count_layers(inputs: Inputs) -> int:
     """Layers of the model that cache keys and values."""
-    return len(kv_layers_of(inputs.model.text_config, inputs.config.cache.mla))
+    return len(kv_layers_of(inputs.model.text_config))
 
 
 def count_heads(inputs: Inputs) -> int:

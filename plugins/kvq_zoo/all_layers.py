@@ -44,7 +44,7 @@ class AllLayers(Policy):
 
     def for_model(self, method: Any, config: Any) -> Any:
         """The method. Raises: Unsupported: a model whose layers differ, or some of which stay in full precision."""
-        held = kv_layers_of(config, method.mla)
+        held = kv_layers_of(config)
         if len({(one.head_dim, one.value_dim) for one in held}) > 1:
             raise Unsupported(f"model: {method.name} encodes all layers together, which are alike")
         return method

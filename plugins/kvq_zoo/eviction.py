@@ -55,7 +55,7 @@ class Eviction(Policy, abc.ABC):
     setting = "eviction"
     does = "evicts tokens"
     needs = frozenset({"own_tokens", "any_position"})
-    excludes = CHOOSES_TOKENS | {"two_codecs", "all_at_once", "latent", "expanded_latent", "own_window", "sides_apart"}
+    excludes = CHOOSES_TOKENS | {"two_codecs", "all_at_once", "latent", "own_window", "sides_apart"}
     observes = True
     """Needs the attention weights."""
 

@@ -15,8 +15,8 @@ from kvq.methods.policies import NEEDED, Policy
 from kvq.results.versions import versions_of_method
 
 CHOSEN = "codecs_alone own_tokens packed_attention"
-ATTENDED = f"{CHOSEN} two_codecs all_at_once latent expanded_latent own_window sides_apart"
-TABLES = "uncalibrated two_codecs expanded_latent"
+ATTENDED = f"{CHOSEN} two_codecs all_at_once latent own_window sides_apart"
+TABLES = "uncalibrated two_codecs"
 
 LACKS = {
     "rtn": "",
@@ -27,17 +27,17 @@ LACKS = {
     "rtn bits_by_layer.key=[2,3]": "one_width two_codecs",
     "rtn residual=none": "no_prompt chunked_prompt",
     "rtn residual.key.size=48": "sides_alike",
-    "rtn kept_keys.texts=[a]": f"{CHOSEN} expanded_latent",
+    "rtn kept_keys.texts=[a]": CHOSEN,
     "qjl": "sides_alike same_stages two_codecs packed_attention",
     "kvquant_plus_plus/gqa": "codecs_alone fixed_bits",
-    "oscar merge_rotation=true": "codecs_alone expanded_latent sides_apart",
+    "oscar merge_rotation=true": "codecs_alone sides_apart",
     "h2o": f"{ATTENDED} several_tokens",
     "snapkv": f"{ATTENDED} no_prompt chunked_prompt",
     "streamingllm/kivi": f"sides_alike {ATTENDED} no_prompt chunked_prompt",
     "ott": f"{ATTENDED} prompt_at_once",
     "zipcache": f"{ATTENDED} prompt_at_once",
     "kvquant_plus_plus/tiers": f"{ATTENDED} prompt_at_once",
-    "nsnquant": "any_position expanded_latent",
+    "nsnquant": "any_position",
     "kvquant_plus_plus/product": "all_at_once",
     "spinquant": TABLES,
     "waterfill_kv": f"{TABLES} any_position codecs_alone all_tokens own_tokens sides_apart",
