@@ -120,7 +120,6 @@ VALUES = [
     (["model.cache_dtype=float64"], "model.cache_dtype=float64: null, float16, bfloat16 or float32"),
     (["task=error", "cache.dtype=float16"], "cache.dtype=float16: task=error fills no cache; leave it null"),
     (["task=memory", "cache.dtype=float16"], "cache.dtype=float16: task=memory fills no cache; leave it null"),
-    (["model.load_in=3bit"], "model.load_in=3bit: one of 4bit, 8bit, gptq, awq"),
     (["model.max_memory={0: 20GiB}"], "model.max_memory={0: '20GiB'}: sizes by device for model.device_map=auto"),
     (["model.attn_implementation=''"], "model.attn_implementation="),
     (["task.windows=slidng"], r"expected one of \[sliding, disjoint\]. Did you mean 'sliding'"),

@@ -152,7 +152,6 @@ def _model(config: Config, fingerprint: str) -> dict[str, Any]:
     outliers = own if model.outliers else None
     return {"dtype": model.dtype, "outliers": outliers, "fingerprint": fingerprint} | _without_empty(
         trust_remote_code=model.trust_remote_code,
-        load_in=model.load_in if model.load_in in ("4bit", "8bit") else None,
         attn_implementation=model.attn_implementation,
         round_weights=model.round_weights,
         weights=model.weights,

@@ -133,8 +133,6 @@ def _check_stored(setting: str, dtype: Dtype | None) -> None:
 
 DEVICE_MAPS = ("auto", "balanced", "balanced_low_0", "sequential")
 """Ways in which transformers spreads a model over devices."""
-LOAD_IN = ("4bit", "8bit", "gptq", "awq")
-"""Forms of quantized weights."""
 
 
 @dataclass
@@ -145,12 +143,11 @@ class ModelConfig:
     `distribution:NAME/FILE.gguf` a file of an installed Python distribution. `weights`: the type of most of its weights
     (`Q4_1`), said wherever the model is named; `sha256` (hex): of the file. `device_map` spreads the layers over all
     devices, as transformers does; None = one device. `max_memory`: how much of each it may take, by its number or as
-    `cpu` (`{0: 20GiB, cpu: 60GiB}`). `load_in`: 4bit or 8bit quantizes weights on loading; gptq or awq says that the
-    checkpoint's are. `round_weights`: bits to which the weights of linear layers are rounded, in groups of 128 input
-    channels, after a rotation is merged into them. `attn_implementation`: transformers' name for it (None: its choice).
-    `trust_remote_code`: its code is run. `bos`: it was trained on texts that begin with that token, `chat_bos`: on
-    conversations that do (None: as texts); where both are None, its tokenizer says. `cache_dtype`: what
-    `cache.dtype=null` stands for; None: `dtype`.
+    `cpu` (`{0: 20GiB, cpu: 60GiB}`). `round_weights`: bits to which the weights of linear layers are rounded,
+    in groups of 128 input channels, after a rotation is merged into them. `attn_implementation`: transformers' name for
+    it (None: its choice). `trust_remote_code`: its code is run. `bos`: it was trained on texts that begin with that
+    token, `chat_bos`: on conversations that do (None: as texts); where both are None, its tokenizer says.
+    `cache_dtype`: what `cache.dtype=null` stands for; None: `dtype`.
     """
 
     name: Text = MISSING
@@ -163,7 +160,6 @@ class ModelConfig:
     context: Several | None = None
     device_map: Annotated[str, among(DEVICE_MAPS)] | None = None
     max_memory: Any = None
-    load_in: Annotated[str, among(LOAD_IN)] | None = None
     round_weights: Annotated[int, between(2, 8)] | None = None
     attn_implementation: Text | None = None
     trust_remote_code: bool = False

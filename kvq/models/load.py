@@ -220,8 +220,7 @@ def load_model(config: ModelConfig, device: str = "auto") -> LoadedModel:
     """Load `model.path` in `model.dtype`, apply its delta, implant outliers when asked, check what scoring relies on.
 
     With `model.device_map` transformers places the layers itself, within `model.max_memory`. A checkpoint of quantized
-    weights keeps its own dtype; others are quantized by `model.load_in`. A model of text and images is loaded whole and
-    reads text.
+    weights keeps its own dtype. A model of text and images is loaded whole and reads text.
     """
     where = pick_device(device)
     whole = _config_of(config)

@@ -13,15 +13,13 @@ from unittest.mock import patch
 import torch
 from torch import Tensor, nn
 from tqdm import tqdm
-from transformers import BitsAndBytesConfig, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 
-from kvq.errors import ConfigError, DataError, Unsupported
+from kvq.errors import DataError, Unsupported
 
 if TYPE_CHECKING:
     from kvq.config import ModelConfig
-
-_ON_LOADING = {"4bit": "load_in_4bit", "8bit": "load_in_8bit"}
 
 
 @contextmanager
@@ -71,24 +69,16 @@ def loading_settings(config: ModelConfig, whole: Any, where: torch.device) -> di
 
     `whole`: the model's transformers configuration; `where`: the device of a model that is not spread.
     """
-    given, asked, path = getattr(whole, "quantization_config", None), config.load_in, config.path
+    given, path = getattr(whole, "quantization_config", None), config.path
     method = given.get("quant_method") if isinstance(given, dict) else getattr(given, "quant_method", None)
     stored = None if given is None else str(getattr(method, "value", method))
     if stored is not None and stored not in AUTO_QUANTIZATION_CONFIG_MAPPING:  # transformers reads codes as weights
         known = ", ".join(sorted(AUTO_QUANTIZATION_CONFIG_MAPPING))
         raise DataError(f"model.path={path}: quantization_config.quant_method={stored}: one of {known}")
-    if asked is not None and stored != (None if asked in _ON_LOADING else asked):
-        found = "not quantized" if stored is None else f"quantized by {stored}"
-        raise ConfigError(f"model.load_in={asked}: the weights of {path} are {found}")
-    quantized = stored is not None or asked is not None
-    if quantized and config.outliers:
+    if stored is not None and config.outliers:
         raise Unsupported(f"model.outliers: the weights of {path} are quantized")
-    dtype = getattr(torch, config.dtype.value)
-    settings: dict[str, Any] = {"dtype": dtype if stored is None else "auto"}
-    if asked in _ON_LOADING:
-        form = {_ON_LOADING[asked]: True}
-        settings["quantization_config"] = BitsAndBytesConfig(**form, bnb_4bit_compute_dtype=dtype)
-    if config.device_map is not None or quantized:
+    settings: dict[str, Any] = {"dtype": getattr(torch, config.dtype.value) if stored is None else "auto"}
+    if config.device_map is not None or stored is not None:
         settings["device_map"] = config.device_map or {"": where}
     if config.max_memory is not None:
         sizes = config.max_memory.items()

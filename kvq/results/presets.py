@@ -274,7 +274,7 @@ def flatten(value: Any, prefix: str = "") -> list[tuple[str, str]]:
 
 # Settings of model and data set that are compared with their presets: those of a run's key, without fingerprints.
 _PROTOCOL = {
-    "model": ("dtype", "outliers", "trust_remote_code", "load_in", "round_weights", "attn_implementation"),
+    "model": ("dtype", "outliers", "trust_remote_code", "round_weights", "attn_implementation"),
     "dataset": ("loader", "documents", "max_tokens"),
 }
 _NOT_SAID = ("name", "fingerprint", "version", "batch_size", "bootstrap", "bos")

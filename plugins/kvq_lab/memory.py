@@ -16,7 +16,7 @@ from kvq_lab.advisor import format_bytes
 def check_memory(config: Config) -> None:
     """Raise `ConfigError` for a model whose weights are larger than the free memory of its device."""
     model = config.model
-    if model.load_in is not None or model.max_memory is not None:
+    if model.max_memory is not None:
         return
     try:
         from transformers import AutoModelForCausalLM
@@ -39,7 +39,7 @@ def check_memory(config: Config) -> None:
         spread = "model.device_map=auto, " if device.type == "cuda" and model.device_map is None else ""
         raise ConfigError(
             f"model={model.name}: its weights take {format_bytes(needed)} as {model.dtype.value}, {where} has "
-            f"{format_bytes(free)} free; {halves}{spread}model.load_in=4bit or a smaller model"
+            f"{format_bytes(free)} free; {halves}{spread}a smaller model"
         )
 
 

@@ -17,7 +17,6 @@ from kvq.config.identity import canonical
 from kvq.config.run import DEVICE_MAPS
 from kvq.errors import ConfigError, Unsupported
 from kvq.methods.build import build_method
-from kvq.models import placing
 from kvq.models.load import LoadedModel, load_model
 from kvq.models.weights import round_to_nearest, rounded_weights
 from kvq.runs import Prepared, run
@@ -131,32 +130,12 @@ def test_capped_logits_are_followed() -> None:
     assert float(expected.abs().max()) > 1.5
 
 
-def test_memory_attention_and_form_are_passed_on(asked: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(placing, "BitsAndBytesConfig", dict)
+def test_memory_and_attention_are_passed_on(asked: dict[str, Any]) -> None:
     limits = {0: "20GiB", "cpu": "60GiB"}
-    given = ModelConfig("a", "m", device_map="auto", max_memory=limits, load_in="4bit", attn_implementation="eager")
+    given = ModelConfig("a", "m", device_map="auto", max_memory=limits, attn_implementation="eager")
     load_model(given, "cpu")
     found = asked["settings"]
     assert (found["max_memory"], found["device_map"], found["attn_implementation"]) == (limits, "auto", "eager")
-    assert found["quantization_config"] == {"load_in_4bit": True, "bnb_4bit_compute_dtype": torch.float32}
-    load_model(ModelConfig("a", "m", load_in="8bit"), "cpu")
-    assert asked["settings"]["device_map"] == {"": torch.device("cpu")}
-    assert asked["settings"]["quantization_config"]["load_in_8bit"] is True
-
-
-@pytest.mark.parametrize(
-    ("load_in", "stored", "reason"),
-    [
-        ("4bit", "gptq", r"model\.load_in=4bit: the weights of m are quantized by gptq$"),
-        ("gptq", None, r"model\.load_in=gptq: the weights of m are not quantized$"),
-        ("awq", "gptq", r"model\.load_in=awq: the weights of m are quantized by gptq"),
-    ],
-)
-def test_forms_that_a_checkpoint_has_not(asked: dict[str, Any], load_in: str, stored: str | None, reason: str) -> None:
-    if stored is not None:
-        asked["config"] = LlamaConfig(quantization_config={"quant_method": stored, "bits": 4})
-    with pytest.raises(ConfigError, match=reason):
-        load_model(ModelConfig("a", "m", load_in=load_in), "cpu")
 
 
 def test_what_decides_numbers_is_in_the_key() -> None:
@@ -167,10 +146,8 @@ def test_what_decides_numbers_is_in_the_key() -> None:
         return found
 
     plain = model()
-    assert not plain.keys() & {"load_in", "attn_implementation", "max_memory"}
+    assert not plain.keys() & {"attn_implementation", "max_memory"}
     assert model("model.device_map=auto", "model.max_memory={cpu: 1GiB}") == plain
-    assert model("model.load_in=gptq") == plain
-    assert model("model.load_in=8bit") == plain | {"load_in": "8bit"}
     assert model("model.attn_implementation=eager") == plain | {"attn_implementation": "eager"}
 
 
