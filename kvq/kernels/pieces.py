@@ -11,7 +11,7 @@ and on to keys.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import torch
@@ -21,7 +21,7 @@ from torch import Tensor
 from kvq.codecs import Rope, UniformQuantizer
 from kvq.codecs.packed import BlockRun, plane_widths
 from kvq.codecs.stages import decode_side
-from kvq.kernels.linear_chain import LinearChain, PackedStates, Shift, score_rotated, side_of
+from kvq.kernels.linear_chain import LinearChain, PackedStates, Shift, side_of
 
 TILE = 2048
 """Tokens per piece."""
@@ -111,38 +111,6 @@ def _cut_rows(chain: LinearChain, name: str, part: Tensor, inner: slice, head_di
         size = quantizer.group_size
         return part if size is None else part[..., inner.start // size : -(-inner.stop // size), :]
     return part[..., inner, :]
-
-
-def shift_scores(
-    states: PackedStates, shifts: Sequence[Shift], chain: LinearChain, query: Float[Tensor, "batch heads group dim"]
-) -> Float[Tensor, "batch heads group tokens"] | None:
-    """What shifts add to the scores of the packed tokens, in fp32; None: there are no shifts."""
-    total = None
-    for shift in shifts:
-        seen = chain.rotate(query, shift.rotations)[:, None]
-        pieces = []
-        for start, run, blocks in iter_runs(states):
-            offset = decode_shift(shift, blocks, states.shape[2], torch.float32)
-            if shift.after_rope and states.rope is not None:
-                rope = states.rope.narrow(start, run.tokens * run.count).blocks(run.tokens, run.count)
-                more = score_rotated(seen, offset, rope)
-            else:
-                more = (seen @ offset.mT).expand(*offset.shape[:3], query.shape[2], run.tokens)
-            if (norms := chain.norm_factors(blocks, shift.norms, run.tokens, torch.float32)) is not None:
-                more = more * norms[..., None, :]
-            pieces.append(more.permute(0, 2, 3, 1, 4).flatten(-2))
-        added = pieces[0] if len(pieces) == 1 else torch.cat(pieces, -1)
-        total = added if total is None else total + added
-    return total
-
-
-def shift_terms(
-    chain: LinearChain, shift: Shift, blocks: dict[str, Tensor], run: BlockRun, dim: int
-) -> tuple[Float[Tensor, "batch blocks heads dim"], Float[Tensor, "batch _heads tokens"] | None]:
-    """The vectors of a run's blocks, and the factor of each token (None: 1), contiguous, in fp32."""
-    offset = decode_shift(shift, blocks, dim, torch.float32)[..., 0, :]
-    norms = chain.norm_factors(blocks, shift.norms, run.tokens, torch.float32)
-    return offset, None if norms is None else norms.transpose(1, 2).flatten(2).contiguous()
 
 
 def decode_shift(

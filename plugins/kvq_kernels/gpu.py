@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -25,13 +25,15 @@ from kvq.errors import Unsupported
 from kvq.kernels.linear_chain import (
     LinearChain,
     PackedStates,
+    Shift,
     build_linear_chain,
     group_size,
     is_affine,
     is_contiguous,
     is_per_channel,
+    score_rotated,
 )
-from kvq.kernels.pieces import shift_scores, shift_terms
+from kvq.kernels.pieces import decode_shift, iter_runs
 from kvq_kernels import triton_loops
 
 TILE = 32
@@ -48,7 +50,7 @@ class _Side:
 
     Attributes:
         kind, top: how codes are decoded, and the code of 0 on a symmetric grid.
-        shifts: of the run's blocks, behind all rotations; None: there are none, or of keys (`shift_scores`).
+        shifts: of the run's blocks, behind all rotations; None: there are none, or of keys (`_shift_scores`).
     """
 
     chain: LinearChain
@@ -171,7 +173,9 @@ def _norms(chain: LinearChain, parts: dict[str, Tensor], run: BlockRun) -> Tenso
 
 def _shifts(chain: LinearChain, blocks: dict[str, Tensor], run: BlockRun, dim: int) -> triton_loops.Shifts:
     (shift,) = chain.shifts
-    vectors, factors = shift_terms(chain, shift, blocks, run, dim)
+    vectors = decode_shift(shift, blocks, dim, torch.float32)[..., 0, :]
+    norms = chain.norm_factors(blocks, shift.norms, run.tokens, torch.float32)
+    factors = None if norms is None else norms.transpose(1, 2).flatten(2).contiguous()
     # What a chain adds before its last rotations is added behind them once it is rotated itself.
     turned = chain.rotate(vectors[..., None, :], start=shift.rotations)[..., 0, :].transpose(1, 2).contiguous()
     if factors is None:
@@ -232,7 +236,7 @@ def attend(
     tops, totals = (q.new_empty(batch, heads, every, group) for _ in range(2))
     d, rows = triton.next_power_of_2(dim), max(16, triton.next_power_of_2(group))
     rotated = launches[0][0].chain.rotate(q).contiguous()
-    moved = shift_scores(keys, launches[0][0].chain.shifts, launches[0][0].chain, q)
+    moved = _shift_scores(keys, launches[0][0].chain.shifts, launches[0][0].chain, q)
     moved = None if moved is None else moved.contiguous()
     full = triton_loops.Full(rest_k, rest_v, (*rest_k.stride()[:2], *rest_v.stride()[:2]))
     none = triton_loops.Shifts(q, q, (0, 0, 0, 0), 1)
@@ -252,6 +256,29 @@ def attend(
     triton_loops.combine[(batch * heads, group)](sums, tops, totals, mixed, plain, group, every, sum(splits), dim, d)
     out = launches[0][1].chain.rotate_back(mixed) + plain
     return out.reshape(batch, query.shape[1], 1, dim).to(query.dtype)
+
+
+def _shift_scores(
+    states: PackedStates, shifts: Sequence[Shift], chain: LinearChain, query: Float[Tensor, "batch heads group dim"]
+) -> Float[Tensor, "batch heads group tokens"] | None:
+    """What shifts add to the scores of the packed tokens, in fp32; None: there are no shifts."""
+    total = None
+    for shift in shifts:
+        seen = chain.rotate(query, shift.rotations)[:, None]
+        pieces = []
+        for start, run, blocks in iter_runs(states):
+            offset = decode_shift(shift, blocks, states.shape[2], torch.float32)
+            if shift.after_rope and states.rope is not None:
+                rope = states.rope.narrow(start, run.tokens * run.count).blocks(run.tokens, run.count)
+                more = score_rotated(seen, offset, rope)
+            else:
+                more = (seen @ offset.mT).expand(*offset.shape[:3], query.shape[2], run.tokens)
+            if (norms := chain.norm_factors(blocks, shift.norms, run.tokens, torch.float32)) is not None:
+                more = more * norms[..., None, :]
+            pieces.append(more.permute(0, 2, 3, 1, 4).flatten(-2))
+        added = pieces[0] if len(pieces) == 1 else torch.cat(pieces, -1)
+        total = added if total is None else total + added
+    return total
 
 
 def _tokens_from(states: PackedStates, start: int, dtype: torch.dtype) -> Tensor:

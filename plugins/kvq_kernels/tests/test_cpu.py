@@ -14,7 +14,7 @@ from kvq.codecs.quantizers import Axis
 from kvq.codecs.stages import Scope
 from kvq.errors import Unsupported
 from kvq.kernels.linear_chain import build_linear_chain
-from kvq.kernels.pieces import iter_runs, shift_terms
+from kvq.kernels.pieces import decode_shift, iter_runs
 from tests.kernels import oracle
 from tests.kernels.test_eager import UNIFORM, query, uniform
 
@@ -168,8 +168,12 @@ def test_norms_and_shifts_of_some_heads(data):
     ((factors, vectors),) = found.shifts
     for index, (start, run, blocks) in enumerate(iter_runs(states)):
         here = slice(start, start + run.tokens * run.count)
-        offsets, expected = shift_terms(chain, chain.shifts[0], blocks, run, 32)
-        whole = chain.norm_factors(blocks, None, run.tokens, torch.float32).transpose(1, 2).flatten(2)
+        shift = chain.shifts[0]
+        offsets = decode_shift(shift, blocks, 32, torch.float32)[..., 0, :]
+        expected, whole = (
+            chain.norm_factors(blocks, names, run.tokens, torch.float32).transpose(1, 2).flatten(2)
+            for names in (shift.norms, None)
+        )
         assert torch.equal(torch.from_numpy(found.norms[:, here]), whole[1, 1:])
         assert torch.equal(torch.from_numpy(factors[:, here]), expected[1, -len(factors) :])
         assert torch.equal(torch.from_numpy(vectors[index]), offsets[1, :, 1:].transpose(0, 1))
