@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 import torch
 from jaxtyping import Float
@@ -12,9 +12,9 @@ from torch import Tensor
 
 from kvq.codecs.levels import look_up
 from kvq.codecs.packed import MAX_BITS, pack_parts, unpack_parts
-from kvq.codecs.quantizers import CodeQuantizer, Parts, Quantizer, check_group, checked_choice, to_stored
-from kvq.codecs.uniform import ScaleDtype, UniformQuantizer
-from kvq.errors import ConfigError, Unsupported, at_least
+from kvq.codecs.quantizers import CodeQuantizer, Parts, Quantizer, check_group, to_stored
+from kvq.codecs.uniform import UniformQuantizer
+from kvq.errors import ConfigError, Unsupported
 
 
 def in_groups(x: Float[Tensor, "*lead dim"], size: int | None) -> Float[Tensor, "*lead groups size"]:
@@ -96,81 +96,27 @@ class HalfAwayQuantizer(UniformQuantizer):
         super().__init__(bits, "per_token", group_size, symmetric=True, rounding="away", reciprocal=True)
 
 
-Float8 = Literal["e4m3", "e5m2"]
-"""8-bit floats: e4m3 (3 mantissa bits, largest 448, no infinities) and e5m2 (2 mantissa bits, largest 57344)."""
-FloatScale = Literal["block", "token", "none"]
-"""The values that share the scale of an 8-bit float.
-
-`block`: all heads, tokens and channels of a block, so that no sequence of a batch depends on its neighbours.
-`token`: the channels of a token in a head. `none`: there is no scale, values are cast as they are.
-"""
-
-
 class Float8Quantizer(Quantizer):
-    """8-bit floating point, with scale max|x| / (largest number of the format).
+    """8-bit floating point (e4m3), with scale max|x| / 448 of all heads, tokens and channels of a block.
 
-    Args:
-        format: see `Float8`.
-        scale: see `FloatScale`. With a scale per block of H heads, T tokens and D channels in fp16 an element takes
-            8 + 16 / (H T D) bits, with one per token and head in fp32 8 + 32 / D, without any 8.
-        group_size: with `scale: token`, channels that share a scale; None = all of the head.
-        min_scale: scales below it become it.
-        saturate: clamp to the largest number before the cast; else overflow is torch's: e4m3 saturates, e5m2 becomes
-            infinite.
-        scale_dtype: dtype of stored scales, see `ScaleDtype`. Codes use the unrounded scale.
-        reciprocal: multiply by the reciprocal of the scale (vLLM) instead of dividing by the scale.
-
-    A scale that is fixed, per layer or per head is a stage before this quantizer with `scale: none`.
+    The scale is stored in fp16: 8 + 16 / (H T D) bits per element of H heads, T tokens and D channels. No sequence of
+    a batch depends on its neighbours.
 
     Source: Micikevicius et al., FP8 Formats for Deep Learning (arXiv 2209.05433), Table 1.
     """
 
     version: ClassVar[int] = 1
-    attended_as = "states"
-
-    def __init__(
-        self,
-        format: Float8 | str = "e4m3",  # noqa: A002 - the name of the setting
-        scale: FloatScale | str = "block",
-        min_scale: float = 0.0,
-        saturate: bool = True,
-        scale_dtype: ScaleDtype | str = "float16",
-        reciprocal: bool = False,
-        group_size: int | None = None,
-    ) -> None:
-        self.scale: FloatScale = checked_choice(FloatScale, scale, "scale")
-        self.scale_dtype: ScaleDtype = checked_choice(ScaleDtype, scale_dtype, "scale_dtype")
-        self._dtype = torch.float8_e4m3fn if checked_choice(Float8, format, "format") == "e4m3" else torch.float8_e5m2
-        if group_size is not None and (group_size < 1 or self.scale != "token"):
-            raise ConfigError(f"group_size={group_size}: at least 1, with scale=token")
-        at_least("min_scale", min_scale, 0)
-        self.min_scale, self.saturate, self.reciprocal, self.group_size = min_scale, saturate, reciprocal, group_size
-
-    @property
-    def token_group(self) -> int | None:  # type: ignore[override]
-        """None where a block shares a scale, else 1."""
-        return None if self.scale == "block" else 1
 
     def encode(self, x: Float[Tensor, "*lead heads tokens dim"], dtype: torch.dtype) -> Parts:
-        """`values` in the format's dtype, as `x`, and `scale`: `[..., 1, 1, 1]` or `[..., heads, tokens, groups]`."""
-        limit = torch.finfo(self._dtype).max
-        side: Parts = {}
-        groups = in_groups(x, self.group_size)
-        if self.scale != "none":
-            over = (-4, -3, -2, -1) if self.scale == "block" else (-1,)
-            scale = groups.abs().amax(over, keepdim=True) / limit
-            if self.min_scale:
-                scale = scale.clamp_min(self.min_scale)
-            groups = groups * _reciprocal(scale) if self.reciprocal else groups / scale.masked_fill(scale == 0, 1)
-            side = {"scale": to_stored(scale.squeeze(-1), getattr(torch, self.scale_dtype))}
-        values = groups.flatten(-2)[..., : x.shape[-1]]
-        values = values.clamp(-limit, limit) if self.saturate else values
-        return {"values": values.to(self._dtype), **side}
+        """`values` (e4m3), as `x`, and `scale` `[..., 1, 1, 1]`."""
+        limit = torch.finfo(torch.float8_e4m3fn).max
+        scale = x.abs().amax((-3, -2, -1), keepdim=True) / limit
+        values = (x / scale.masked_fill(scale == 0, 1)).clamp(-limit, limit)
+        return {"values": values.to(torch.float8_e4m3fn), "scale": to_stored(scale, torch.float16)}
 
     def decode(self, parts: Parts, shape: torch.Size, dtype: torch.dtype) -> Float[Tensor, "*lead heads tokens dim"]:
         """`scale * value`, from the stored scale."""
-        values = parts["values"].to(dtype)
-        return times_scale(values, parts["scale"].to(dtype), self.group_size) if "scale" in parts else values
+        return parts["values"].to(dtype) * parts["scale"].to(dtype)
 
 
 class LevelsQuantizer(CodeQuantizer):

@@ -21,8 +21,6 @@ MAX_BITS = 8
 INDICES = 2**16
 TOGETHER = 32
 """Tokens whose outliers share a list; they leave a sliding residual in groups of this size."""
-Outliers = Literal["threshold", "count"]
-"""The entries stored as outliers: those beyond the thresholds of their vector, or a fixed number per token."""
 
 
 class NonUniformQuantizer(Calibrated, Quantizer):
@@ -32,17 +30,16 @@ class NonUniformQuantizer(Calibrated, Quantizer):
         bits: bits per code, 1-8.
         axis: `per_channel`: ranges per head and channel from calibration (keys before RoPE); `per_token`: range of
             each token over all heads, stored in fp16 (values).
-        outliers: share of entries that are outliers, half of it on each side; 0: none.
-        chosen: `threshold`: entries beyond the quantiles `outliers / 2` and `1 - outliers / 2` of their channel on the
-            calibration data (keys), or at or beyond those of their token over all heads (values). How many a token of
-            keys has varies. `count`: always `2 * max(1, round(outliers / 2 * heads * head_dim))` of a token.
+        outliers: share of entries that are outliers, half of it on each side; 0: none. They are those beyond the
+            quantiles `outliers / 2` and `1 - outliers / 2` of their channel on the calibration data (keys), or at or
+            beyond those of their token over all heads (values). How many a token of keys has varies.
         qnorm: decode to levels that are shifted and scaled so that, on the calibration data, decoded values have the
             mean and the deviation of the originals (Q-Norm).
 
     Stores `codes.<plane>`; `outlier.value` (fp16) and `outlier.index` (16 bits, among all channels of all heads)
-    `[..., 1, tokens, kept]`; under `threshold` `outlier.count` (16 bits) `[..., 1, tokens, 1]`, and `kept` is the most
-    that any token has, the rest of a row being empty: `SparseCodec` stores rows without their empty ends. Per token
-    also `center` and `reach` `[..., 1, tokens, 1]`.
+    `[..., 1, tokens, kept]`, and `outlier.count` (16 bits) `[..., 1, tokens, 1]`. `kept` is the most of any token, the
+    rest of a row being empty: `SparseCodec` stores rows without their empty ends. Per token also `center` and `reach`
+    `[..., 1, tokens, 1]`.
 
     Source: KVQuant (arXiv 2401.18079), sections 3.2 to 3.5, and its released simulation. Calibration: levels by k-means
     of all scaled entries except outliers, weighted with squared gradients.
@@ -51,42 +48,21 @@ class NonUniformQuantizer(Calibrated, Quantizer):
     version: ClassVar[int] = 1
     wants_gradients = True
 
-    def __init__(
-        self,
-        bits: int,
-        axis: Axis | str,
-        outliers: float = 0.01,
-        qnorm: bool = False,
-        chosen: Outliers | str = "threshold",
-    ) -> None:
+    def __init__(self, bits: int, axis: Axis | str, outliers: float = 0.01, qnorm: bool = False) -> None:
         require(1 <= bits <= MAX_BITS, "bits", bits, f"a lookup table has 1 to {MAX_BITS} bits", Unsupported)
         require(0 <= outliers < 0.5, "outliers", outliers, "a share of the entries, 0 to below 0.5")
         self.bits, self.outliers, self.qnorm = bits, outliers, qnorm
         self.axis: Axis = checked_choice(Axis, axis, "axis")
-        self.chosen: Outliers = checked_choice(Outliers, chosen, "chosen")
-
-    @property
-    def ragged(self) -> bool:
-        """Whether the number of outliers varies from token to token."""
-        return bool(self.outliers) and self.chosen == "threshold"
 
     @property
     def token_group(self) -> int | None:  # type: ignore[override]
         """Tokens that are stored together."""
-        return TOGETHER if self.ragged else 1
+        return TOGETHER if self.outliers else 1
 
     @property
     def indices(self) -> dict[str, int]:
         """Bits of each stored index, by the name of its part; none where their number varies."""
-        return {} if self.ragged else {"codes": self.bits}
-
-    def outliers_per_side(self, width: int) -> int:
-        """Outliers among the largest, and among the smallest, of a token's `width` channels (`chosen="count"`)."""
-        if not self.outliers:
-            return 0
-        if width >= INDICES:
-            raise Unsupported(f"{width} channels of all KV heads: the index of an outlier has 16 bits")
-        return max(1, round(self.outliers / 2 * width))
+        return {} if self.outliers else {"codes": self.bits}
 
     def fit(self, x: States, gradients: States | None, seed: int) -> Tables:
         """`levels` and `decoded` `[2^bits]`; per channel also `center` and `reach` `[heads, 1, dim]`."""
@@ -96,10 +72,8 @@ class NonUniformQuantizer(Calibrated, Quantizer):
             ends = [quantiles(head.T, self.outliers / 2) for head in x]
             center, reach = _range(*(torch.stack(side).mT for side in zip(*ends, strict=True)))
             tables = {"center": center, "reach": reach}
-        elif self.chosen == "threshold":
-            center, reach = _range(*(end.unsqueeze(-3) for end in quantiles(_join_heads(x), self.outliers / 2)))
         else:
-            center, reach, _ = self._online(x)
+            center, reach = _range(*(end.unsqueeze(-3) for end in quantiles(_join_heads(x), self.outliers / 2)))
         scaled = (x - center) / reach.masked_fill(reach == 0, 1)
         weights = torch.ones_like(x) if gradients is None else gradients.float().square()
         inside = (scaled.abs() <= 1).flatten()
@@ -122,17 +96,11 @@ class NonUniformQuantizer(Calibrated, Quantizer):
         flat = _join_heads(x)
         if not self.outliers:
             low, high, mask = flat.amin(-1, True), flat.amax(-1, True), None
-        elif self.chosen == "threshold":
+        else:
             low, high = quantiles(flat, self.outliers / 2)
             mask = (flat <= low) | (flat >= high)
             rest = torch.where(mask, flat.median(-1, keepdim=True).values, flat)
             low, high = rest.amin(-1, True), rest.amax(-1, True)
-        else:
-            side = self.outliers_per_side(flat.shape[-1])
-            top, bottom = (flat.topk(side + 1, -1, largest=largest) for largest in (True, False))
-            low, high = bottom.values[..., side:], top.values[..., side:]
-            index = torch.cat([top.indices[..., :side], bottom.indices[..., :side]], -1)
-            mask = torch.zeros_like(flat, dtype=torch.bool).scatter_(-1, index, True)
         center, reach = _range(low, high)
         return center.unsqueeze(-3), reach.unsqueeze(-3), mask
 
@@ -142,11 +110,8 @@ class NonUniformQuantizer(Calibrated, Quantizer):
         if self.axis == "per_channel":
             center, reach = self.table("center", x), self.table("reach", x)
             scaled = (x - center) / reach.masked_fill(reach == 0, 1)
-            if self.ragged:
+            if self.outliers:
                 mask = _join_heads((x < center - reach) | (x > center + reach))
-            elif self.outliers:
-                most = _join_heads(scaled).abs().topk(2 * self.outliers_per_side(x.shape[-3] * x.shape[-1]), -1).indices
-                mask = torch.zeros_like(_join_heads(x), dtype=torch.bool).scatter_(-1, most, True)
         else:
             center, reach, mask = self._online(x)
             scaled = (x - center) / reach.masked_fill(reach == 0, 1)
@@ -157,7 +122,8 @@ class NonUniformQuantizer(Calibrated, Quantizer):
 
     def _outlier_parts(self, flat: Tensor, mask: Tensor) -> Parts:
         """The stored `outlier.*` parts (see the class) of the masked entries of `flat` `[..., tokens, width]`."""
-        self.outliers_per_side(flat.shape[-1])  # refuses more channels than there are indices
+        if flat.shape[-1] >= INDICES:
+            raise Unsupported(f"{flat.shape[-1]} channels of all KV heads: the index of an outlier has 16 bits")
         count = mask.sum(-1, keepdim=True)
         most = int(count.max())
         # Indices of the mask's entries, ascending, then an index beyond the last channel for each empty place.
@@ -166,8 +132,7 @@ class NonUniformQuantizer(Calibrated, Quantizer):
         empty = torch.arange(most, device=flat.device) >= count
         index, value = index.masked_fill(empty, flat.shape[-1]), value.masked_fill(empty, 0)
         parts = {"outlier.value": value, "outlier.index": (index - INDICES // 2).to(torch.int16)}
-        if self.ragged:
-            parts["outlier.count"] = count.to(torch.int16)
+        parts["outlier.count"] = count.to(torch.int16)
         return {name: part.unsqueeze(-3) for name, part in parts.items()}
 
     def decode(self, parts: Parts, shape: torch.Size, dtype: torch.dtype) -> Float[Tensor, "*lead heads tokens dim"]:

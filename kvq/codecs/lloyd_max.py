@@ -23,13 +23,6 @@ MAX_BITS = 8
 _TIE = 2.0**-11  # of the states' machine epsilon: far above the rounding of a rotation, far below that of the states
 
 
-Marginal = Literal["sphere", "normal", "trapezoid"]
-"""The density of a coordinate: of the uniform unit vector, or N(0, 1/head_dim), its limit (LMDeploy).
-
-`trapezoid`: that limit with sums in place of integrals, see `trapezoid_levels` (vLLM).
-"""
-
-
 def tail(t: Array, dim: float | int) -> Array:
     """P(T > t) of a coordinate T of a uniform unit vector in `dim` dimensions: f ∝ (1 - t²)^((dim-3)/2).
 
@@ -69,24 +62,6 @@ def optimal_levels(bits: int, dim: float | int) -> Array:
     return fixed_point(lambda levels: np.divide(*cells(levels, dim)[::-1]), start)
 
 
-def trapezoid_levels(bits: int, dim: float | int) -> Array:
-    """All 2^bits levels for N(0, 1/dim) as vLLM finds them: at most 200 steps with 200 trapezoids for a cell.
-
-    Source: `solve_lloyd_max` of vLLM's turboquant/centroids.py.
-    """
-    count, deviation = 2**bits, dim**-0.5
-    levels: Array = 3.5 * deviation * (2 * np.arange(count) + 1 - count) / count
-    for _ in range(200):
-        ends = np.concatenate([[-10.5 * deviation], (levels[1:] + levels[:-1]) / 2, [10.5 * deviation]])
-        at = np.linspace(ends[:-1], ends[1:], 201)
-        mass = np.exp(-((at / deviation) ** 2) / 2)
-        found = np.trapezoid(at * mass, axis=0) / np.trapezoid(mass, axis=0)
-        if np.abs(found - levels).max() < 1e-10:
-            break
-        levels = found
-    return levels
-
-
 def cells(levels: Array, dim: float | int, lowest: float = 0.0) -> tuple[Array, Array]:
     """P(cell) and E[T; cell] of ascending levels whose first cell begins at `lowest`: 0 for the positive levels."""
     ends = np.concatenate([[lowest], (levels[1:] + levels[:-1]) / 2, [math.inf if math.isinf(dim) else 1.0]])
@@ -100,12 +75,9 @@ def quantile(p: Array, dim: float | int) -> Array:
     return np.sqrt(special.betaincinv(0.5, (dim - 1) / 2, p))
 
 
-def codebook(bits: int, dim: int, marginal: Marginal = "sphere") -> Array:
-    """The codebook with 2^bits levels, ascending, of a coordinate of the sphere or of its normal limit."""
-    if marginal == "trapezoid":
-        half = trapezoid_levels(bits, dim)[2 ** (bits - 1) :]
-    else:
-        half = optimal_levels(bits, dim) if marginal == "sphere" else optimal_levels(bits, math.inf) / dim**0.5
+def codebook(bits: int, dim: int) -> Array:
+    """The codebook with 2^bits levels, ascending, of a coordinate of a uniform unit vector."""
+    half = optimal_levels(bits, dim)
     return np.concatenate([-half[::-1], half])
 
 
@@ -123,7 +95,8 @@ class CodebookQuantizer(CodeQuantizer):
     """Rounds each coordinate of a rotated unit vector to the nearest of 2^bits levels.
 
     Args:
-        bits, gain, unit: as `LloydMaxQuantizer`.
+        bits, gain: as `LloydMaxQuantizer`.
+        unit: decoded tokens are scaled to norm 1.
         made, given: a function of the bits, the channels and `given` to the levels, ascending.
 
     Stores `codes.<plane>`; expects tokens of norm 1 (`TokenNorm`) whose direction is random (a rotation). A coordinate
@@ -165,15 +138,13 @@ class CodebookQuantizer(CodeQuantizer):
 
 
 class LloydMaxQuantizer(CodebookQuantizer):
-    """Rounds each coordinate of a rotated unit vector to the nearest level of `optimal_levels`, or of its normal limit.
+    """Rounds each coordinate of a rotated unit vector to the nearest level of `optimal_levels`.
 
     Args:
         bits: bits per code, 1-8.
         extra_bits: added to `bits`, for codecs of outlier channels with one bit more than the rest.
         gain: see `Gain`; folds into the token norm before this quantizer.
         least, most: bounds of the sum of both (None: none).
-        marginal: the density of a coordinate.
-        unit: decoded tokens are scaled to norm 1 (vLLM's "norm correction"); the stored norm stays that of the token.
 
     Source: TurboQuant (arXiv 2504.19874), algorithm 1.
     """
@@ -188,20 +159,12 @@ class LloydMaxQuantizer(CodebookQuantizer):
         gain: Gain | str = "none",
         least: int | None = None,
         most: int | None = None,
-        marginal: Marginal | str = "sphere",
-        unit: bool = False,
     ) -> None:
         bits = max(bits + extra_bits, least or 0)
-        bits = bits if most is None else min(bits, most)
-        self.marginal: Marginal = checked_choice(Marginal, marginal, "marginal")
-        super().__init__(bits, gain, codebook, (self.marginal,), unit)
+        super().__init__(bits if most is None else min(bits, most), gain, codebook, ())
 
     def with_more_bits(self, extra: int, most: int) -> Quantizer:
         return more_bits(self, extra, most)
-
-    def check(self, head_dim: int) -> None:
-        if self.marginal == "sphere":
-            super().check(head_dim)
 
 
 _SAMPLES = 100_000  # of a coordinate, as in print
@@ -260,26 +223,21 @@ class StartingCodebook(CodebookQuantizer):
         super().__init__(bits, gain, levels_from, (checked_choice(Start, start, "start"), steps, seed))
 
 
-Sketch = Literal["gaussian", "orthogonal", "identity"]
-"""Rows of the sketch: independent Gaussians (QJL, TurboQuant), or orthogonal directions of the same length.
-
-`identity`: no sketch. A sign stands for the coordinate of the error itself, of its root mean square (LMDeploy).
-"""
+Sketch = Literal["gaussian", "orthogonal"]
+"""Rows of the sketch: independent Gaussians (QJL, TurboQuant), or orthogonal directions of the same length."""
 
 
 class InnerProductQuantizer(CodeQuantizer):
     """TurboQuant-prod: b-1 bits of `LloydMaxQuantizer`, one sign bit per coordinate of S·r for the error r, and |r|.
 
     Decoding adds |r| / (D c) · Sᵀ sign(S r), where c = E|s·u| for a unit vector u: √(2/π) for Gaussian rows. Over draws
-    of S, <q, x̂> is an unbiased estimate of <q, x>; for one S, keys that share a mean share an error. Without a sketch
-    (`identity`) decoding adds |r| / √D · sign(r), and |r| / √D is stored: a smaller error, and no unbiased estimate.
+    of S, <q, x̂> is an unbiased estimate of <q, x>; for one S, keys that share a mean share an error.
 
     Args:
         bits: bits per element, 2-8: b-1 for the codes, 1 for the signs.
-        sketch: `gaussian`, `orthogonal` rows of length √D, or `identity`.
+        sketch: `gaussian`, or `orthogonal` rows of length √D.
         seed: seed of S, independent of data seeds and of the seed of a rotation before it.
         extra_bits: added to `bits`, for codecs of tokens or channels with more or fewer bits than others.
-        marginal: of the codes, as `LloydMaxQuantizer`.
 
     Stores `codes.<plane>`, `signs` (one bit per coordinate) and `rest` (|r|, fp16). No gain: that would bias it.
 
@@ -295,21 +253,21 @@ class InnerProductQuantizer(CodeQuantizer):
         sketch: Sketch | str = "gaussian",
         seed: int = 1,
         extra_bits: int = 0,
-        marginal: Marginal | str = "sphere",
     ) -> None:
         self.bits, self.seed = bits + extra_bits, seed
         said = f"the inner-product form has 2 to {MAX_BITS} bits, one of them for signs"
         require(2 <= self.bits <= MAX_BITS, "bits", self.bits, said, Unsupported)
         self.sketch: Sketch = checked_choice(Sketch, sketch, "sketch")
-        self._codes = LloydMaxQuantizer(self.bits - 1, marginal=marginal)
+        self._codes = LloydMaxQuantizer(self.bits - 1)
 
     @property
     def indices(self) -> dict[str, int]:
         return self._codes.indices
 
     def with_more_bits(self, extra: int, most: int) -> Quantizer:
-        bits = more_bits(self, extra, most).bits
-        return InnerProductQuantizer(bits, self.sketch, self.seed, marginal=self._codes.marginal)
+        other = more_bits(self, extra, most)
+        other._codes = more_bits(self._codes, extra, most - 1)
+        return other
 
     def check(self, head_dim: int) -> None:
         self._codes.check(head_dim)
@@ -319,17 +277,12 @@ class InnerProductQuantizer(CodeQuantizer):
         parts = self._codes.encode(x, dtype)
         rest = x - self._codes.decode(parts, x.shape, x.dtype)
         norm = torch.linalg.vector_norm(rest, dim=-1, keepdim=True)
-        if self.sketch == "identity":
-            negative, norm = rest < 0, norm / x.shape[-1] ** 0.5
-        else:
-            negative = per_block(rest, sketch_matrix(self.sketch, x.shape[-1], self.seed, x.dtype, x.device).mT) < 0
+        negative = per_block(rest, sketch_matrix(self.sketch, x.shape[-1], self.seed, x.dtype, x.device).mT) < 0
         return parts | {"signs": pack(negative.to(torch.uint8), 1)[0], "rest": to_stored(norm, torch.float16)}
 
     def decode(self, parts: Parts, shape: Size, dtype: torch.dtype) -> Float[Tensor, "*lead heads tokens dim"]:
         x = self._codes.decode({k: part for k, part in parts.items() if k.startswith("codes.")}, shape, dtype)
         signs = unpack([parts["signs"]], 1, shape[-2]).to(dtype).mul_(-2).add_(1)
-        if self.sketch == "identity":
-            return torch.addcmul(x, signs, parts["rest"].to(dtype))
         estimate = per_block(signs, sketch_matrix(self.sketch, shape[-1], self.seed, dtype, signs.device))
         scale = parts["rest"].to(dtype) / (shape[-1] * sketch_constant(self.sketch, shape[-1]))
         return torch.addcmul(x, estimate, scale)

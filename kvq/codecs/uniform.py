@@ -20,7 +20,7 @@ from kvq.codecs.quantizers import (
     more_bits,
     to_stored,
 )
-from kvq.errors import ConfigError, Unsupported, at_least, require
+from kvq.errors import Unsupported, at_least, require
 
 _INT16_MAX = 32767
 _FP16_TINY = 2.0**-24  # the smallest positive number
@@ -31,12 +31,6 @@ Rounding = Literal["even", "up", "down", "away", "truncate"]
 
 `even`, `up`, `down` and `away` are the nearest one, and differ where a value is halfway between two: IEEE's
 default, floor(x + 1/2), ceil(x - 1/2), and C's `roundf`. `truncate` drops the fraction, as a cast to an integer.
-"""
-Levels = Literal["odd", "full", "midpoint"]
-"""Levels of a symmetric grid, with m = 2^(b-1).
-
-`odd`: scale max|x| / (m - 1), codes ±(m - 1). `full`: scale max|x| / m, codes -m to m - 1, so that a largest value
-that is positive is clipped. `midpoint`: scale max|x| and levels (code + 1/2) / m, of which none is 0.
 """
 ScaleDtype = Literal["float16", "bfloat16", "float32"]
 """Dtype in which scales and offsets are stored."""
@@ -79,12 +73,11 @@ def scale_from_edge(scale: Tensor, low: Tensor, high: Tensor) -> tuple[Tensor, T
     return torch.where(exact, edge / steps.masked_fill(~exact, 1), scale), edge.masked_fill(~exact, 0)
 
 
-ZeroPoint = Literal["float", "integer", "ratio", "code", "edge"]
+ZeroPoint = Literal["float", "integer", "edge"]
 """What is kept besides the scale of an asymmetric grid.
 
-`float`: the group's minimum lo (KIVI, nsn). `integer`: round(-lo / scale) in 16 bits (QuaRot, OScaR). `ratio`:
--lo / scale, not rounded (LMDeploy). `code`: -lo / scale rounded and clamped to a code, in place of the last bits of
-the fp32 scale (vLLM). `edge`: the end of larger magnitude; the scale has a sign and 0 is on the grid (MLX).
+`float`: the group's minimum lo (KIVI, nsn). `integer`: round(-lo / scale) in 16 bits (QuaRot, OScaR). `edge`: the end
+of larger magnitude; the scale has a sign and 0 is on the grid (MLX).
 """
 
 
@@ -96,20 +89,17 @@ class UniformQuantizer(CodeQuantizer):
         axis: `per_channel`: a group is `group_size` tokens of one channel; `per_token`: that many channels of a token.
         group_size: None = the whole block (per channel) or the whole head_dim (per token). A short last group has its
             own statistics.
-        symmetric: a grid around 0, see `Levels`; else lo = min, scale (max - min) / (2^b - 1).
+        symmetric: a grid around 0, scale max|x| / (2^(b-1) - 1); else lo = min, scale (max - min) / (2^b - 1).
         zero_point: see `ZeroPoint`; of an asymmetric grid.
         clip: ratio applied to both ends of the range (QuaRot: 0.95).
         gain: see `Gain`.
-        levels: see `Levels`; of a symmetric grid.
-        fixed_scale: a scale for all groups of a symmetric grid, which is not stored (None: each group has its own).
         min_scale: scales below it become it.
         rounding: see `Rounding`.
         reciprocal: multiply by the reciprocal of the scale instead of dividing by the scale; of all grids but
             `integer` and `edge`.
         scale_dtype: dtype of stored scales and offsets, see `ScaleDtype`.
 
-    Codes are chosen in fp32 (fp64 for fp64 input) with unrounded statistics; decoding uses the stored values. A
-    constant group of a `ratio` grid, where engines divide by zero, keeps its value.
+    Codes are chosen in fp32 (fp64 for fp64 input) with unrounded statistics; decoding uses the stored values.
     """
 
     version: ClassVar[int] = 1
@@ -124,8 +114,6 @@ class UniformQuantizer(CodeQuantizer):
         zero_point: ZeroPoint | str = "float",
         clip: float = 1.0,
         gain: Gain | str = "none",
-        levels: Levels | str = "odd",
-        fixed_scale: float | None = None,
         min_scale: float = 0.0,
         rounding: Rounding | str = "even",
         reciprocal: bool = False,
@@ -141,22 +129,15 @@ class UniformQuantizer(CodeQuantizer):
         self.axis: Axis = checked_choice(Axis, axis, "axis")
         self.zero_point: ZeroPoint = checked_choice(ZeroPoint, zero_point, "zero_point")
         self.gain: Gain = checked_choice(Gain, gain, "gain")
-        self.levels: Levels = checked_choice(Levels, levels, "levels")
         self.rounding: Rounding = checked_choice(Rounding, rounding, "rounding")
         self.scale_dtype: ScaleDtype = checked_choice(ScaleDtype, scale_dtype, "scale_dtype")
-        self.fixed_scale, self.min_scale, self.reciprocal = fixed_scale, min_scale, reciprocal
+        self.min_scale, self.reciprocal = min_scale, reciprocal
         at_least("min_scale", min_scale, 0)
-        require(symmetric or levels == "odd", "levels", levels, "of a symmetric grid; symmetric=true")
-        said = "of a symmetric grid, above 0; null for a scale of each group"
-        require(fixed_scale is None or (symmetric and fixed_scale > 0), "fixed_scale", fixed_scale, said)
-        fits = zero_point != "code" or (scale_dtype == "float32" and bits <= 8)
-        require(fits, "zero_point", zero_point, "with scale_dtype=float32 and at most 8 bits, for which it has room")
 
     @property
     def is_affine(self) -> bool:
         """Codes decode to `lo + scale * code` with an fp16 scale for each group, which kernels fold into products."""
-        odd = self.levels == "odd" and self.fixed_scale is None
-        return self.scale_dtype == "float16" and (odd if self.symmetric else self.zero_point in ("float", "integer"))
+        return self.scale_dtype == "float16" and (self.symmetric or self.zero_point in ("float", "integer"))
 
     @property
     def is_plain(self) -> bool:
@@ -198,11 +179,6 @@ class UniformQuantizer(CodeQuantizer):
         stats, codes = self._symmetric(groups) if self.symmetric else self._asymmetric(groups)
         return pack_parts(self._ungroup(codes, x.shape[self._dim]), self.bits) | stats
 
-    @property
-    def _divisor(self) -> int:
-        """The scale of an asymmetric group is its range over this number of steps."""
-        return 2**self.bits - 1
-
     def _store_statistics(self, stat: Tensor) -> Tensor:
         """Scales or offsets of groups, without the axis within a group, cast to `scale_dtype`."""
         return to_stored(stat.squeeze(self._dim), getattr(torch, self.scale_dtype))
@@ -219,47 +195,33 @@ class UniformQuantizer(CodeQuantizer):
 
     @property
     def _middle(self) -> int:
-        """The code of the level 0 of a symmetric grid; of `midpoint`, that of the level above 0."""
-        return 2 ** (self.bits - 1) - (self.levels == "odd")
+        """The code of the level 0 of a symmetric grid."""
+        return 2 ** (self.bits - 1) - 1
 
     def _symmetric(self, groups: Tensor) -> tuple[Parts, Tensor]:
-        middle, top = self._middle, self._middle - (self.levels != "odd")
-        if self.fixed_scale is not None:
-            return {}, self._rounded(groups, groups.new_tensor(self.fixed_scale)).clamp_(-middle, top).add_(middle)
-        scale = torch.linalg.vector_norm(groups, float("inf"), dim=self._dim, keepdim=True) * self.clip
-        if self.levels == "midpoint":
-            scale = scale.clamp_min(self.min_scale)
-            codes = self._steps(groups.mul(middle), scale).add_(middle).floor_().clamp_(0, middle + top)
-            return {"scale": self._store_statistics(scale)}, codes
-        scale = self._at_least(scale / middle)
-        return {"scale": self._store_statistics(scale)}, self._rounded(groups, scale).clamp_(-middle, top).add_(middle)
+        middle = self._middle
+        largest = torch.linalg.vector_norm(groups, float("inf"), dim=self._dim, keepdim=True) * self.clip
+        scale = self._at_least(largest / middle)
+        codes = self._rounded(groups, scale).clamp_(-middle, middle).add_(middle)
+        return {"scale": self._store_statistics(scale)}, codes
 
     def _at_least(self, scale: Tensor) -> Tensor:
         return scale.clamp_min(self.min_scale) if self.min_scale else scale
 
+    def _ends(self, groups: Tensor) -> tuple[Tensor, Tensor]:
+        """The range of each group, clipped."""
+        low, high = torch.aminmax(groups, dim=self._dim, keepdim=True)
+        return (low, high) if self.clip == 1 else (low * self.clip, high * self.clip)
+
     def _asymmetric(self, groups: Tensor) -> tuple[Parts, Tensor]:
         top = 2**self.bits - 1
-        low, high = torch.aminmax(groups, dim=self._dim, keepdim=True)
-        if self.clip != 1:
-            low, high = low * self.clip, high * self.clip
-        scale = self._at_least((high - low) / self._divisor)
+        low, high = self._ends(groups)
+        scale = self._at_least((high - low) / top)
         if self.zero_point == "edge":
             scale, low = scale_from_edge(scale, low, high)
         if self.zero_point in ("float", "edge"):
             codes = self._rounded(groups.sub(low), scale).clamp_(0, top)
             offset = self._store_statistics(low)
-        elif self.zero_point == "ratio":
-            scale = torch.where(scale == 0, low.abs(), scale)
-            zero = low.neg().div_(scale.masked_fill(scale == 0, 1))
-            codes = round_steps(self._steps(groups, scale).add_(zero), self.rounding).clamp_(0, top)
-            offset = self._store_statistics(zero)
-        elif self.zero_point == "code":
-            used = scale.masked_fill(scale == 0, 1)
-            zero = round_steps(low.neg().div_(used), self.rounding).clamp_(0, top)
-            codes = round_steps(self._steps(groups, used).add_(zero), self.rounding).clamp_(0, top)
-            used, zero = used.squeeze(self._dim), zero.squeeze(self._dim).int()
-            stored = torch.empty_like(used, dtype=torch.float32).copy_(used).view(torch.int32)
-            return {"scale": (stored & -(1 << self.bits) | zero).view(torch.float32)}, codes
         else:
             scale = scale_for_integer_zero(scale, low)
             zero = low.neg().div_(scale).round_()
@@ -270,27 +232,14 @@ class UniformQuantizer(CodeQuantizer):
     def decode(self, parts: Parts, shape: torch.Size, dtype: torch.dtype) -> Float[Tensor, "*lead heads tokens dim"]:
         """`scale * code + lo`, or `scale * (code - zero)`, from the stored statistics."""
         groups = self._grouped(unpack_parts(parts, self.bits, shape[-2]).to(dtype))
-        if self.fixed_scale is not None:
-            return self._ungroup(groups.sub(self._middle).mul_(self.fixed_scale), shape[self._dim])
-        if self.zero_point == "code" and not self.symmetric:
-            stored = parts["scale"].view(torch.int32)
-            scale, zero = (stored & -(1 << self.bits)).view(torch.float32), stored & ((1 << self.bits) - 1)
-            out = groups.sub(self._per_element(zero.to(dtype))).mul_(self._per_element(scale.to(dtype)))
-            return self._ungroup(out, shape[self._dim])
         scale = self._per_element(parts["scale"].to(dtype))
-        if self.symmetric and self.levels == "midpoint":
-            out = groups.sub(self._middle - 0.5).div_(self._middle).mul_(scale)
-        elif self.symmetric:
+        if self.symmetric:
             out = groups.sub(self._middle).mul_(scale)
         elif self.zero_point in ("float", "edge"):
             out = torch.addcmul(self._per_element(parts["zero_point"].to(dtype)), groups, scale)
         else:
             out = groups.sub(self._per_element(parts["zero_point"].to(dtype))).mul_(scale)
         return self._ungroup(out, shape[self._dim])
-
-
-Step = Literal["levels", "squared_bits"]
-"""The divisor of the range: the number of steps between codes, 2^b - 1, or RotateKV's b² - 1 (released code)."""
 
 
 class ClippedQuantizer(UniformQuantizer):
@@ -301,9 +250,8 @@ class ClippedQuantizer(UniformQuantizer):
         group_size: channels that share statistics; None = the whole head_dim.
         clip_at_2: ratio applied to both ends of the range at 2 bits.
         zero_point: as `UniformQuantizer`.
-        step: `squared_bits` has the codes of `levels` at 2 and 4 bits; at 3 bits its 8 codes span 7/8 of the range.
 
-    Source: RotateKV (arXiv 2501.16383); `squared_bits` follows its released code.
+    Source: RotateKV (arXiv 2501.16383).
     """
 
     version: ClassVar[int] = 1
@@ -315,17 +263,5 @@ class ClippedQuantizer(UniformQuantizer):
         group_size: int | None = 128,
         clip_at_2: float = 0.8,
         zero_point: ZeroPoint | str = "float",
-        step: Step | str = "levels",
     ) -> None:
-        clip = clip_at_2 if bits == 2 else 1.0
-        super().__init__(bits, "per_token", group_size, zero_point=zero_point, clip=clip)
-        self.step: Step = checked_choice(Step, step, "step")
-        if self.step == "squared_bits" and (bits not in (2, 3, 4) or self.zero_point != "integer"):
-            raise ConfigError(
-                f"step=squared_bits: with 2, 3 or 4 bits and zero_point=integer, as released; given bits={bits}, "
-                f"zero_point={self.zero_point}"
-            )
-
-    @property
-    def _divisor(self) -> int:
-        return self.bits**2 - 1 if self.step == "squared_bits" else super()._divisor
+        super().__init__(bits, "per_token", group_size, zero_point=zero_point, clip=clip_at_2 if bits == 2 else 1.0)

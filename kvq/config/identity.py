@@ -9,7 +9,7 @@ from typing import Any
 
 from kvq.config.choices import SIDES
 from kvq.config.composing import full_precision
-from kvq.config.method import MethodConfig, earlier_names, with_names
+from kvq.config.method import WRITTEN, MethodConfig, earlier_names, with_names
 from kvq.config.residual import Policy, PrefillBlock, ResidualSide
 from kvq.config.run import Attention, Config, trained_with_bos
 from kvq.config.tasks import Windows, is_timed
@@ -91,7 +91,7 @@ def canonical_method(method: MethodConfig) -> dict[str, Any]:
         )
         | (_without_empty(**method.policies) if quantized else {})
     )
-    return dict(with_names(found, earlier_names()))
+    return dict(with_names(found, earlier_names(), WRITTEN))
 
 
 def _without_empty(**settings: Any) -> dict[str, Any]:

@@ -26,6 +26,14 @@ RENAMED = {
 """Settings and targets by their names of earlier versions, which overrides may still use, and keys and records keep."""
 
 
+WRITTEN: dict[str, dict[str, Any]] = {
+    "kvq.codecs.NonUniformQuantizer": {"chosen": "threshold"},
+    "kvq.codecs.ClippedQuantizer": {"step": "levels"},
+    "kvq.methods.plan.Saliency": {"divide_by": "probes", "decoding": "shares"},
+}
+"""Settings that a class no longer has, with the value of all records, which keys keep."""
+
+
 def current_names() -> dict[str, str]:
     """Name of an earlier version -> current name, of settings and of classes, those of plugins with them."""
     return RENAMED | plugins.renamed()
@@ -33,20 +41,24 @@ def current_names() -> dict[str, str]:
 
 def earlier_names() -> dict[str, str]:
     """Current name -> the name that keys and records keep."""
-    return {name: earlier for earlier, name in current_names().items()}
+    return {name: earlier for earlier, name in current_names().items()} | plugins.keyed()
 
 
 _RENAMED_PATH = re.compile(r"(?P<path>[+~]{0,2}method\.(?:[\w.]+\.)?(?:halves|least_scale|side_dtype|plan))(?=[.=]|$)")
 
 
-def with_names(settings: Any, names: Mapping[str, str]) -> Any:
-    """Settings of a part, and of the parts in it, with some of their names and targets replaced."""
+def with_names(settings: Any, names: Mapping[str, str], more: Mapping[str, Mapping[str, Any]] | None = None) -> Any:
+    """Settings of a part, and of the parts in it, with some of their names and targets replaced.
+
+    `more`: settings that a target has where they are not given.
+    """
     if isinstance(settings, Mapping):
-        found = {names.get(name, name): with_names(value, names) for name, value in settings.items()}
+        found = {names.get(name, name): with_names(value, names, more) for name, value in settings.items()}
         if isinstance(target := found.get("_target_"), str):
             found["_target_"] = names.get(target, target)
+            found = {**(more or {}).get(found["_target_"], {}), **found}
         return found
-    return [with_names(value, names) for value in settings] if isinstance(settings, list) else settings
+    return [with_names(value, names, more) for value in settings] if isinstance(settings, list) else settings
 
 
 def with_current_names(overrides: Sequence[str]) -> list[str]:

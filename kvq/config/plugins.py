@@ -44,6 +44,7 @@ class Plugin:
         commands: word after `kvq` -> module whose `main()` runs the command.
         modules: extension point (`figures`, `kernels`, `trellis`) -> modules that serve it when imported.
         renamed: earlier import path of a class, which keys and records keep -> its path now.
+        keyed: class -> the class of kvq that it derives from, whose name and version keys and records have.
         has_versions: its classes that decide numbers have `version: ClassVar[int]`; false: the code of their file names
             their version.
     """
@@ -54,6 +55,7 @@ class Plugin:
     commands: Mapping[str, str] = field(default_factory=dict)
     modules: Mapping[str, Sequence[str]] = field(default_factory=dict)
     renamed: Mapping[str, str] = field(default_factory=dict)
+    keyed: Mapping[str, str] = field(default_factory=dict)
     has_versions: bool = False
 
     @property
@@ -108,6 +110,11 @@ def import_modules(point: str) -> list[ModuleType]:
 def renamed() -> dict[str, str]:
     """Earlier import path of each class that has moved to a plugin -> its path now."""
     return {earlier: now for plugin in installed().values() for earlier, now in plugin.renamed.items()}
+
+
+def keyed() -> dict[str, str]:
+    """Class of a plugin -> the class of kvq by whose name keys and records have it."""
+    return {now: name for plugin in installed().values() for now, name in plugin.keyed.items()}
 
 
 def commands() -> dict[str, str]:

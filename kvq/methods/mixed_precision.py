@@ -7,7 +7,7 @@ receive.
 from __future__ import annotations
 
 import itertools
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 import torch
 from jaxtyping import Float, Int
@@ -18,7 +18,6 @@ from kvq.cache.layer import KVCacheLayer
 from kvq.cache.observe import Attended
 from kvq.cache.side import CacheSide, States
 from kvq.codecs import Growable
-from kvq.codecs.quantizers import checked_choice
 from kvq.codecs.split import PlannedCodec, TokenSplit
 from kvq.config.residual import Policy as ResidualPolicy
 from kvq.config.residual import PrefillBlock, Residual
@@ -112,12 +111,6 @@ class OutlierTokens(MixedPrecision):
         return like if layer < self.exempt_layers else PoolLayer(like, self)
 
 
-Divisor = Literal["probes", "later"]
-"""Divisor of the attention that a token receives: the number of probes that see it, or of positions from it on."""
-Decoding = Literal["shares", "last"]
-"""Probe queries of the blocks after the first: shares of all queries, or only the last one."""
-
-
 class Saliency(MixedPrecision):
     """Gives more bits to the tokens that probe queries attend to: a block's last queries, and some drawn at random.
 
@@ -125,28 +118,16 @@ class Saliency(MixedPrecision):
         recent: share of a block's queries that are its last; the last one is always a probe.
         random: share of them drawn from the others. With both 0 only the last query ranks the tokens.
         seed: of the draw; the method's own.
-        divide_by: `probes` gives the mean weight from the probes that see a token; `later` is the released code's.
-        decoding: `shares` takes as many probes of every block; `last` takes only the last query of the blocks after
-            the first, which is the prompt where it is read at once (the released code).
 
     Source: ZipCache (arXiv 2405.14256), sections 4.3 and 4.4; kvquant-plus-plus, section 3.1 (both shares 0).
     """
 
     version: ClassVar[int] = 1
 
-    def __init__(
-        self,
-        recent: float | int = 0.05,
-        random: float | int = 0.05,
-        seed: int = 0,
-        divide_by: Divisor | str = "probes",
-        decoding: Decoding | str = "shares",
-    ) -> None:
+    def __init__(self, recent: float | int = 0.05, random: float | int = 0.05, seed: int = 0) -> None:
         if min(recent, random) < 0 or recent + random > 1:
             raise ConfigError(f"recent={recent}, random={random}: shares, together at most 1")
         self.recent, self.random, self.seed = recent, random, seed
-        self.divide_by: Divisor = checked_choice(Divisor, divide_by, "divide_by")
-        self.decoding: Decoding = checked_choice(Decoding, decoding, "decoding")
 
     def wrap_layer(self, like: KVCacheLayer, layer: int, config: Any) -> KVCacheLayer:
         return SaliencyLayer(like, self)
@@ -156,8 +137,6 @@ class Saliency(MixedPrecision):
 
         The last position is always a probe.
         """
-        if self.decoding == "last" and start > 0:
-            return torch.tensor([length - 1])
         last = max(round(self.recent * length), 1)
         others = min(round(self.random * length), length - last)
         generator = torch.Generator().manual_seed(self.seed * 1_000_003 + start)
@@ -165,9 +144,7 @@ class Saliency(MixedPrecision):
         return torch.cat([drawn.sort().values, torch.arange(length - last, length)])
 
     def divisors(self, start: int, length: int) -> Int[Tensor, " tokens"]:
-        """Divisors of the summed weights that a block's tokens receive from its probes; at least 1."""
-        if self.divide_by == "later" and not (self.decoding == "last" and start > 0):
-            return torch.arange(length, 0, -1)
+        """The number of a block's probes that see each of its tokens, by which summed weights are divided."""
         probes = self.probes(start, length)
         return (probes[:, None] >= torch.arange(length)).sum(0)
 

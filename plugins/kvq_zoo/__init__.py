@@ -20,10 +20,19 @@ _MOVED = {
     "triplets": ("LatticeQuantizer", "OctahedralQuantizer"),
 }
 """Module -> its classes that were in `kvq.codecs` when their first records were made."""
+_FORMS = {
+    "channel_groups.BoostedChannels": "ChannelSplit",
+    "grids.EngineFloat8Quantizer": "Float8Quantizer",
+    "grids.EngineUniformQuantizer": "UniformQuantizer",
+    "grids.NormalQuantizer": "LloydMaxQuantizer",
+    "grids.SignedRestQuantizer": "InnerProductQuantizer",
+}
+"""Class -> the class of `kvq.codecs` that it derives from, which had its settings when records were made."""
 _POLICIES = ("detected.SinkDetection", "eviction.HeavyHitters", "eviction.SnapKV", "eviction.StreamingLLM")
 PLUGIN = Plugin(
     "kvq_zoo",
     renamed={f"kvq.codecs.{name}": f"kvq_zoo.{module}.{name}" for module, names in _MOVED.items() for name in names}
     | {f"kvq.methods.{path}": f"kvq_zoo.{path}" for path in _POLICIES},
+    keyed={f"kvq_zoo.{path}": f"kvq.codecs.{name}" for path, name in _FORMS.items()},
     has_versions=True,
 )

@@ -84,7 +84,7 @@ class TurboMindQuantizer(UniformQuantizer):
         """Codes (`codes.<plane>`), `scale` and `zero_point` `[..., heads, tokens, 1]` in the states' 16 bits."""
         own = dtype if dtype is torch.bfloat16 else torch.float16
         low, high = torch.aminmax(x, dim=-1, keepdim=True)
-        scale, low = to_stored((high - low) * (1 / self._divisor), own), to_stored(low, own)
+        scale, low = to_stored((high - low) * (1 / (2**self.bits - 1)), own), to_stored(low, own)
         steps = (to_stored(x, own) - low) * scale.float().reciprocal().to(own)
-        codes = steps.float().nan_to_num_(0).round_().clamp_(0, self._divisor)
+        codes = steps.float().nan_to_num_(0).round_().clamp_(0, (2**self.bits - 1))
         return pack_parts(codes, self.bits) | {"scale": scale, "zero_point": low}

@@ -155,7 +155,8 @@ def test_channels_of_largest_variance_of_differences():
 @pytest.mark.parametrize(("dim", "gap"), [(8, 0.01), (128, 1e-4)])
 def test_the_sphere_has_less_error_than_its_normal_limit(dim, gap):
     """The levels of N(0, 1/D) in place of the exact ones cost more where there are few channels."""
-    exact, normal = (relative_error(codebook(2, dim, marginal), dim) for marginal in ("sphere", "normal"))
+    half = optimal_levels(2, math.inf) / dim**0.5
+    exact, normal = (relative_error(book, dim) for book in (codebook(2, dim), np.concatenate([-half[::-1], half])))
     print(f"2 bits, D={dim}: sphere {exact:.5f}, normal {normal:.5f}")
     assert normal - exact > 0
     assert (normal / exact - 1 > gap) == (dim == 8)

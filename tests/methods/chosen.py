@@ -52,16 +52,15 @@ def snapkv(seen: np.ndarray, budget: int, window: int = 32, kernel: int = 5) -> 
     return kept
 
 
-def zipcache_salient(seen: np.ndarray, probes: list[int], share: float, per_head: bool) -> list[list[int]]:
-    """Per KV head. `per_head`, as released: sums over the positions from a token on; else means over what is asked."""
+def zipcache_salient(seen: np.ndarray, probes: list[int], share: float) -> list[list[int]]:
+    """Of each KV head, the same for all: means over the probes that see a token."""
     heads, tokens = len(seen), seen.shape[-1]
     received = np.zeros((heads, tokens))
     for head, token in np.ndindex(received.shape):
         asked = [probe for probe in probes if probe >= token]
         total = sum(seen[head, other, probe, token] for other in range(seen.shape[1]) for probe in asked)
-        received[head, token] = total / ((tokens - token) if per_head else len(asked))
-    if not per_head:
-        received[:] = received.sum(0)
+        received[head, token] = total / len(asked)
+    received[:] = received.sum(0)
     return [highest(row, round(share * tokens)) for row in received]
 
 

@@ -42,9 +42,7 @@ def rotated_integer(x: np.ndarray, rotation: np.ndarray, bits: int, clip: float,
     return grid @ rotation.T
 
 
-def rotatekv_keys(
-    x: np.ndarray, calibration: np.ndarray, ropes: tuple[Rope, Rope], bits: int, released: bool
-) -> np.ndarray:
+def rotatekv_keys(x: np.ndarray, calibration: np.ndarray, ropes: tuple[Rope, Rope], bits: int) -> np.ndarray:
     """Before RoPE: 4 heads joined and rotated, channels sorted by their sums over the calibration, groups of 128."""
     matrix = hadamard(x.shape[0] * x.shape[2])
 
@@ -54,19 +52,16 @@ def rotatekv_keys(
 
     order = np.argsort(joined(calibration, ropes[0]).sum(0), kind="stable")
     rows = joined(x, ropes[1])[:, order]
-    groups = rotatekv_grid(np.stack(np.split(rows, x.shape[0], -1)), bits, released)
+    groups = rotatekv_grid(np.stack(np.split(rows, x.shape[0], -1)), bits)
     back = np.empty_like(rows)
     back[:, order] = np.concatenate(list(groups), -1)
     heads = np.stack(np.split(back @ matrix.T, x.shape[0], -1))
     return turned(torch.from_numpy(heads)[None], ropes[1])[0]
 
 
-def rotatekv_grid(x: np.ndarray, bits: int, released: bool) -> np.ndarray:
-    """One group per row, 0.8 of its range at 2 bits. Released: the range over bits² - 1 and a rounded zero point."""
-    clip = 0.8 if bits == 2 else 1.0
-    if released:
-        return along_rows(x, lambda row: integer_grid(row, bits, clip, bits**2 - 1))
-    return quantize(x, Grid(bits, "per_token", x.shape[-1], clip=clip)).values
+def rotatekv_grid(x: np.ndarray, bits: int) -> np.ndarray:
+    """One group per row, 0.8 of its range at 2 bits."""
+    return quantize(x, Grid(bits, "per_token", x.shape[-1], clip=0.8 if bits == 2 else 1.0)).values
 
 
 def qjl_scores(

@@ -7,7 +7,6 @@ The table "Compared with references" of docs/methods.md has a row for each of th
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
@@ -145,14 +144,14 @@ def qjl() -> float:
     return max(*found, worst([(decoded(method.value), quantize(NUMBERS, Grid(2, "per_token", 32)).values)]))
 
 
-def rotatekv(name: str) -> float:
+def rotatekv() -> float:
     calibration = states(2, tokens=96)
     ropes, pairs = (rope_table(96, DIM), rope_table(TOKENS, DIM)), []
     for bits in (2, 3, 4):
-        method, released = build(name, calibration, bits), name.endswith("released")
-        keys = references.rotatekv_keys(NUMBERS, calibration[0].numpy(), ropes, bits, released)
+        method = build("rotatekv", calibration, bits)
+        keys = references.rotatekv_keys(NUMBERS, calibration[0].numpy(), ropes, bits)
         matrix = hadamard(DIM)
-        values = references.rotatekv_grid(NUMBERS @ matrix, bits, released) @ matrix.T
+        values = references.rotatekv_grid(NUMBERS @ matrix, bits) @ matrix.T
         pairs += [(decoded(method.key, X, ropes[1]), keys), (decoded(method.value), values)]
     return worst(pairs)
 
@@ -225,13 +224,11 @@ def evicting(name: str, kept: Callable[[np.ndarray], list[list[int]]]) -> float:
     return worst(zip(fed(layer, keys, values, queries), expected, strict=True))
 
 
-def zipcache(name: str) -> float:
+def zipcache() -> float:
     keys, values, queries = prompt(100)
-    layer, method = layer_of(name)
+    layer, method = layer_of("zipcache")
     seen = chosen.weights(queries[0].numpy(), keys[0].numpy())
-    salient = chosen.zipcache_salient(
-        seen, method.policy("token_policy").probes(0, 100).tolist(), 0.6, name.endswith("released")
-    )
+    salient = chosen.zipcache_salient(seen, method.policy("token_policy").probes(0, 100).tolist(), 0.6)
     expected = [chosen.zipcache(side[0].numpy(), salient, side is keys) for side in (keys, values)]
     return worst(zip(fed(layer, keys, values, queries), expected, strict=True))
 
@@ -257,8 +254,7 @@ MEASURES: dict[str, Callable[[], float]] = {
     "qjl": qjl,
     "gear": gear,
     "ott": ott,
-    "zipcache": lambda: zipcache("zipcache"),
-    "zipcache/released": lambda: zipcache("zipcache/released"),
+    "zipcache": zipcache,
     "h2o": lambda: evicting("h2o", lambda seen: chosen.heavy_hitters(seen, 64)),
     "snapkv": lambda: evicting("snapkv", lambda seen: chosen.snapkv(seen, 64)),
     "streamingllm": lambda: evicting("streamingllm", lambda seen: [chosen.streaming(200, 64)] * HEADS),
@@ -266,8 +262,7 @@ MEASURES: dict[str, Callable[[], float]] = {
     "kvquant/qnorm": lambda: kvquant("kvquant/qnorm"),
     "cq": cq,
     "spinquant": spinquant,
-    "rotatekv": lambda: rotatekv("rotatekv"),
-    "rotatekv/released": lambda: rotatekv("rotatekv/released"),
+    "rotatekv": rotatekv,
 }
 for added in of_plugins("PAIRS"):
     MEASURES |= {name: lambda pairs=pairs: worst(pairs()) for name, pairs in added.items()}
@@ -313,31 +308,6 @@ def test_the_measure_sees_a_difference() -> None:
     assert 0 < largest_difference(other, X) < 0.011
     assert largest_difference(X, X) == 0
     assert [printed(v) for v in (0, 9e-11, 2.04e-3, 9.5e-4, 1e-3)] == ["< 1e-10", "< 1e-10", "3e-3", "1e-3", "1e-3"]
-
-
-def quantizer_errors(bits: int) -> list[float]:
-    """Relative MSE of keys and of values under `rotatekv`, `rotatekv/released`, and that without its mistake."""
-    both = states(2, tokens=640)
-    calibration, x = both[:, :, :512], both[:, :, 512:]
-    out: list[float] = []
-    rope = rope_table(TOKENS, DIM)
-    for name, overrides in (
-        ("rotatekv", ()),
-        ("rotatekv/released", ()),
-        ("rotatekv/released", ("key.quantizer.step=levels", "value.quantizer.step=levels")),
-    ):
-        method = build(name, calibration, bits, overrides)
-        errors = [decoded(codec, x, rope) - x for codec in (method.key, method.value)]
-        out += [float(error.square().sum() / x.square().sum()) for error in errors]
-    return out
-
-
-@pytest.mark.parametrize("bits", [2, 3, 4])
-def test_what_rotatekvs_quantizers_are_worth(bits: int) -> None:
-    page = PAGE.read_text(encoding="utf-8").partition("## RotateKV's quantizers")[2]
-    line = next(line for line in page.splitlines() if line.startswith(f"| {bits} |"))
-    figures = [float(figure) for figure in re.findall(r"0\.\d+", line)]
-    assert figures == [round(error, 4) for error in quantizer_errors(bits)]
 
 
 @pytest.mark.parametrize("size", [1.0, 30.0])

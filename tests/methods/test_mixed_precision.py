@@ -63,12 +63,7 @@ def test_probes_are_the_last_queries_and_some_at_random():
     assert policy.probes(0, 3).tolist() == [2]
 
 
-def test_behind_the_prompt_the_last_query_alone_is_asked():
-    policy = Saliency(0.1, 0.1, decoding="last", divide_by="later")
-    assert policy.probes(40, 20).tolist() == [19]
-    assert policy.divisors(40, 20).tolist() == [1] * 20
-    assert policy.divisors(0, 5).tolist() == [5, 4, 3, 2, 1]
-    assert len(policy.probes(0, 20)) == 4
+def test_divisors_are_the_probes_that_see_a_token():
     both = Saliency(0.1, 0.1)
     assert len(both.probes(40, 20)) == 4
     seen = [sum(probe >= token for probe in both.probes(40, 20).tolist()) for token in range(20)]
@@ -78,8 +73,8 @@ def test_behind_the_prompt_the_last_query_alone_is_asked():
 
 def test_a_mask_per_head_is_a_bit_per_token_and_head(model):
     bits = []
-    for name in ("zipcache", "zipcache/released"):
-        cache = KVCache(model, kvq.build_method(name, head_dim=32))
+    for given in ([], ["key.quantizer.per_head=true"]):
+        cache = KVCache(model, kvq.build_method("zipcache", head_dim=32, overrides=given))
         model(token_ids(104), past_key_values=cache)
         bits.append(cache.side_bits("key"))
     assert bits[1] - bits[0] == pytest.approx(8 * 13 / (104 * 32) - 8 * 13 / (104 * 2 * 32))

@@ -20,6 +20,7 @@ from kvq.codecs import (
 from kvq.errors import ConfigError, Unsupported
 from kvq.methods.build import build_method
 from kvq_zoo.channel_groups import ChannelGroups, PairWidths, allocate_bits
+from kvq_zoo.grids import NormalQuantizer
 from kvq_zoo.tests import rival_oracles as by
 from tests.codecs.test_rope import turned
 
@@ -175,7 +176,7 @@ def test_groups_are_encoded_apart_and_put_back():
 
 
 def lloyd(bits=1):
-    return Codec({}, [], LloydMaxQuantizer(bits, marginal="normal"))
+    return Codec({}, [], NormalQuantizer(bits))
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ from kvq.errors import KvqError
 from kvq_zoo.balance import VarianceBalance
 from kvq_zoo.gear import SparseLowRank
 from kvq_zoo.geometric import PolarQuantizer
+from kvq_zoo.grids import EngineFloat8Quantizer, EngineUniformQuantizer, NormalQuantizer
 from kvq_zoo.octave import LeadingChannels, RmsLevelsQuantizer
 from kvq_zoo.qjl import SketchQuantizer
 from kvq_zoo.serving import LayerScale
@@ -16,6 +17,11 @@ UNIFORM = UniformQuantizer(2, "per_token")
 
 WRONG = {
     "divisor=0: above 0": lambda: LayerScale(divisor=0),
+    "marginal=gaussian: one of normal, trapezoid": lambda: NormalQuantizer(2, marginal="gaussian"),
+    "levels=full: of a symmetric grid": lambda: EngineUniformQuantizer(4, "per_token", levels="full"),
+    "fixed_scale=1.0: of a symmetric grid": lambda: EngineUniformQuantizer(4, "per_token", fixed_scale=1.0),
+    "zero_point=code: with scale_dtype": lambda: EngineUniformQuantizer(4, "per_token", zero_point="code"),
+    "group_size=64: at least 1, with scale=token": lambda: EngineFloat8Quantizer(scale="none", group_size=64),
     "per_rms=0: above 0": lambda: RmsLevelsQuantizer(levels=[-1, 1], per_rms=0),
     "first=0: at least 1": lambda: LeadingChannels(first=0, high=None, low=None),
     "kept=per_head: one of per_channel, per_token": lambda: VarianceBalance("per_head"),
