@@ -100,7 +100,6 @@ WRONG = {
     "zero_point=int: one of float, integer": lambda: uniform(zero_point="int"),
     "clip=1.5": lambda: uniform(clip=1.5),
     "outliers=0.7": lambda: levels(outliers=0.7),
-    "chosen=thresholds: one of threshold, count": lambda: levels(chosen="thresholds"),
     "channels=0: at least": lambda: CoupledQuantizer(0, 9),
     "steps=0": lambda: LearnedRotation(steps=0),
     "rate=0.0": lambda: LearnedRotation(rate=0.0),
@@ -158,7 +157,7 @@ UNSUPPORTED = {
     "bits=17: .*1 to 16 bits": lambda: uniform(17),
     "bits=1: a symmetric .* 2 to 16 bits": lambda: uniform(1, symmetric=True),
     "bits=9: a lookup table has 1 to 8": lambda: levels(9),
-    "index of an outlier has 16 bits": lambda: levels().outliers_per_side(2**16 + 1),
+    "index of an outlier has 16 bits": lambda: levels()._outlier_parts(*[torch.zeros(1, 2**16 + 1)] * 2),
     "code_bits=17": lambda: CoupledQuantizer(8, 17),
     "head_dim=6: 4 channels are coupled at a time": lambda: CoupledQuantizer(4, 9).check(6),
     "residual.size=0 under sliding .keys.: tokens of kivi share statistics": lambda: build_method(
