@@ -82,7 +82,6 @@ VALUES = [
     (["method.value=[1]"], "method.value=.1.: "),
     (["method.key._target_=[1,2]"], r"method.key._target_=\[1, 2\]: cannot be imported"),
     (["method.key._target_=math.pi"], "method.key._target_=math.pi: cannot be imported"),
-    (["method.first_layers.count=1", "+method.first_layers.key=5"], "method.first_layers.key=5: a codec"),
     (["task.version=2"], "task.version"),
     (["task.bootstrap.resamples=1000000000"], "task.bootstrap.resamples=1000000000: at most 1000000"),
     (["task=niah", "task.digits=20"], "task.digits=20: at most 18"),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import torch
 from jaxtyping import Float, Shaped
@@ -11,9 +11,20 @@ from torch import Size, Tensor
 from kvq.codecs.calibrated import Calibrated, States, Tables
 from kvq.codecs.codec import Codec
 from kvq.codecs.packed import pack, unpack
-from kvq.codecs.quantizers import Parts
+from kvq.codecs.quantizers import Parts, checked_choice
 from kvq.codecs.split import TwoWaySplit
-from kvq.errors import Unsupported, at_least
+from kvq.errors import ConfigError, Unsupported, at_least
+
+_BYTE = 255
+
+
+Criterion = Literal["energy", "mean_abs"]
+"""What ranks the channels of a block: the sum of their squares, or their mean magnitude (Kitty)."""
+Choice = Literal["mask", "byte"]
+"""How the choice of a block is stored: `mask`, a bit for each channel, or `byte`, as Kitty's code does.
+
+The byte of an outlier channel is its place among them, that of another channel the number of outliers.
+"""
 
 
 class TwoChannelGroups(TwoWaySplit):
@@ -50,32 +61,45 @@ class TwoChannelGroups(TwoWaySplit):
         return self._decode_mask(parts, self._mask(like), self.count(shape[-1]), shape, dtype)
 
     @property
-    def indices(self) -> dict[str, int]:
+    def index_bits(self) -> dict[str, int]:
         """Those of both groups, which have the tokens of the block."""
         groups = self.codecs.items()
-        return {f"{group}.{name}": bits for group, codec in groups for name, bits in codec.quantizer.indices.items()}
+        return {f"{group}.{name}": bits for group, codec in groups for name, bits in codec.quantizer.index_bits.items()}
 
 
 class ChannelSplit(TwoChannelGroups):
     """Two codecs: one for the outlier channels of a block, one for the others.
 
-    Outliers are the `outliers` channels with the largest sums of squares, chosen per head and block. The choice is
-    stored, a bit for each channel, and counted.
+    Outliers are the `outliers` largest channels, chosen per head and block. The choice is stored and counted.
 
     Args:
         outliers: channels per head in the first group.
         high: codec of the outlier channels (more bits).
         low: codec of the others.
+        criterion: see `Criterion`.
+        stored: see `Choice`.
 
-    Source: TurboQuant (arXiv 2504.19874), section 4.3, whose outlier channels have one more bit.
+    Source: TurboQuant (arXiv 2504.19874), section 4.3, whose outlier channels have one more bit; Kitty (arXiv
+    2511.18643), whose boosted channels have 4 bits instead of 2.
     """
 
     version: ClassVar[int] = 1
 
-    def __init__(self, outliers: int, high: Codec, low: Codec) -> None:
+    def __init__(
+        self,
+        outliers: int,
+        high: Codec,
+        low: Codec,
+        criterion: Criterion | str = "energy",
+        stored: Choice | str = "mask",
+    ) -> None:
         at_least("outliers", outliers, 1)
         super().__init__(high, low)
         self.outliers = outliers
+        self.criterion: Criterion = checked_choice(Criterion, criterion, "criterion")
+        self.stored: Choice = checked_choice(Choice, stored, "stored")
+        if self.stored == "byte" and outliers > _BYTE:
+            raise ConfigError(f"outliers={outliers}: at most {_BYTE} with stored=byte")
 
     @property
     def bits(self) -> float | None:
@@ -86,25 +110,24 @@ class ChannelSplit(TwoChannelGroups):
         return self.outliers
 
     def encode(self, x: Float[Tensor, "*lead heads tokens dim"], dtype: torch.dtype) -> Parts:
-        """The stored mask (`store_mask`) and the parts of both codecs."""
-        chosen = self.rank(x).topk(self.outliers, -1).indices
+        """`mask` `[..., heads, 1, ceil(dim / 8)]`, or `place` `[..., heads, 1, dim]`, and the parts of both codecs."""
+        by_energy = self.criterion == "energy"
+        size = x.square().sum(-2, keepdim=True) if by_energy else x.abs().mean(-2, keepdim=True)
+        chosen = size.topk(self.outliers, -1).indices
         mask = torch.zeros_like(x[..., :1, :], dtype=torch.uint8).scatter_(-1, chosen, 1)
-        return self.store_mask(mask) | self._encode_mask(x, mask, self.outliers, dtype)
+        if self.stored == "mask":
+            kept = {"mask": pack(mask.mT, 1)[0].mT}
+        else:
+            place = torch.where(mask == 1, mask.cumsum(-1) - 1, self.outliers)
+            kept = {"place": place.to(torch.uint8)}
+        return kept | self._encode_mask(x, mask, self.outliers, dtype)
 
     def decode(self, parts: Parts, shape: Size, dtype: torch.dtype) -> Float[Tensor, "*lead heads tokens dim"]:
-        return self._decode_mask(parts, self.read_mask(parts, shape[-1]), self.outliers, shape, dtype)
-
-    def rank(self, x: Float[Tensor, "*lead heads tokens dim"]) -> Float[Tensor, "*lead heads 1 dim"]:
-        """What is largest in the outlier channels of a block."""
-        return x.square().sum(-2, keepdim=True)
-
-    def store_mask(self, mask: Shaped[Tensor, "*lead heads 1 dim"]) -> Parts:
-        """`mask` `[..., heads, 1, ceil(dim / 8)]`, from one with 1 for an outlier channel."""
-        return {"mask": pack(mask.mT, 1)[0].mT}
-
-    def read_mask(self, parts: Parts, head_dim: int) -> Shaped[Tensor, "*lead heads 1 dim"]:
-        """Inverse of `store_mask`."""
-        return unpack([parts["mask"].mT], 1, head_dim).mT
+        if self.stored == "mask":
+            mask = unpack([parts["mask"].mT], 1, shape[-1]).mT
+        else:
+            mask = (parts["place"] < self.outliers).to(torch.uint8)
+        return self._decode_mask(parts, mask, self.outliers, shape, dtype)
 
 
 class CalibratedChannelSplit(Calibrated, TwoChannelGroups):

@@ -60,7 +60,7 @@ class NonUniformQuantizer(Calibrated, Quantizer):
         return TOGETHER if self.outliers else 1
 
     @property
-    def indices(self) -> dict[str, int]:
+    def index_bits(self) -> dict[str, int]:
         """Bits of each stored index, by the name of its part; none where their number varies."""
         return {} if self.outliers else {"codes": self.bits}
 

@@ -261,8 +261,8 @@ class InnerProductQuantizer(CodeQuantizer):
         self._codes = LloydMaxQuantizer(self.bits - 1)
 
     @property
-    def indices(self) -> dict[str, int]:
-        return self._codes.indices
+    def index_bits(self) -> dict[str, int]:
+        return self._codes.index_bits
 
     def with_more_bits(self, extra: int, most: int) -> Quantizer:
         other = more_bits(self, extra, most)

@@ -240,8 +240,8 @@ class LowRankCorrection(Calibrated, Quantizer):
         return self.below is None or self.bits is None or self.bits < self.below
 
     @property
-    def indices(self) -> dict[str, int]:
-        return {f"{_PREFIX}{name}": bits for name, bits in self.base.quantizer.indices.items()}
+    def index_bits(self) -> dict[str, int]:
+        return {f"{_PREFIX}{name}": bits for name, bits in self.base.quantizer.index_bits.items()}
 
     def check(self, head_dim: int) -> None:
         self.base.check(head_dim)

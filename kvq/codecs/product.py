@@ -99,7 +99,7 @@ class CoupledQuantizer(Calibrated, GroupedIndices):
         super().check(head_dim)
 
     @property
-    def indices(self) -> dict[str, int]:
+    def index_bits(self) -> dict[str, int]:
         return {"codes": self.code_bits}
 
     def fit(self, x: States, gradients: States | None, seed: int) -> Tables:

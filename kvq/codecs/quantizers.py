@@ -70,7 +70,7 @@ class Quantizer(abc.ABC):
     attended_as: Literal["states", "components"] | None = None
 
     @property
-    def indices(self) -> dict[str, int]:
+    def index_bits(self) -> dict[str, int]:
         """Bits of each kind of index that is stored for all tokens of a block, by the name of its `pack_parts`."""
         return {}
 
@@ -103,7 +103,7 @@ class CodeQuantizer(Quantizer):
     bits: int
 
     @property
-    def indices(self) -> dict[str, int]:
+    def index_bits(self) -> dict[str, int]:
         return {"codes": self.bits}
 
 

@@ -123,7 +123,7 @@ class CodedBlocks(Codec, abc.ABC):
 class HuffmanCodec(CodedBlocks):
     """A codec whose indices are stored in code words of a Huffman code, one code for each block of each sequence.
 
-    It takes the place of `Codec` around any quantizer that stores indices of up to 8 bits (`Quantizer.indices`). What
+    It takes the place of `Codec` around a quantizer that stores indices of up to 8 bits (`Quantizer.index_bits`). What
     is decoded is the same, bit for bit; all other parts are stored as they are.
 
     Stores, in place of the planes of each kind of index `<name>`: `<name>.stream` (uint8 `[batch, 1, bytes, 1]`), the
@@ -138,11 +138,11 @@ class HuffmanCodec(CodedBlocks):
 
     def __init__(self, stages: Mapping[str, Stage | None], order: Sequence[str], quantizer: Quantizer) -> None:
         super().__init__(stages, order, quantizer)
-        if not quantizer.indices:
+        if not quantizer.index_bits:
             raise Unsupported(
                 f"HuffmanCodec: {type(quantizer).__name__} stores no indices that can be coded; use kvq.codecs.Codec"
             )
-        for name, bits in quantizer.indices.items():
+        for name, bits in quantizer.index_bits.items():
             if bits > MAX_BITS:
                 raise Unsupported(f"HuffmanCodec: '{name}' has {bits} bits; indices of 1 to {MAX_BITS} bits are coded")
 
@@ -153,10 +153,10 @@ class HuffmanCodec(CodedBlocks):
 
     def encode(self, x: States, block: int | None = None, rope: Rope | None = None) -> Packed:
         packed = super().encode(x, block, rope)
-        planes = {plane for name, bits in self.quantizer.indices.items() for plane in _planes(name, bits)}
+        planes = {plane for name, bits in self.quantizer.index_bits.items() for plane in _planes(name, bits)}
         parts = {name: part for name, part in packed.parts.items() if name not in planes}
         runs = [replace(run, rows={n: rows for n, rows in run.rows.items() if n in parts}) for run in packed.runs]
-        for name, bits in self.quantizer.indices.items():
+        for name, bits in self.quantizer.index_bits.items():
             blocks: list[list[_Block]] = [[] for _ in range(packed.batch)]
             for run, own in packed.by_run():
                 stored = run.blocks({plane: own[plane] for plane in _planes(name, bits)})
@@ -174,10 +174,10 @@ class HuffmanCodec(CodedBlocks):
         return replace(packed, parts=parts, runs=tuple(runs))
 
     def planes(self, packed: Packed) -> Packed:
-        own = tuple(f"{name}.{kind}" for name in self.quantizer.indices for kind in (STREAM, _LENGTHS, SIZE))
+        own = tuple(f"{name}.{kind}" for name in self.quantizer.index_bits for kind in (STREAM, _LENGTHS, SIZE))
         parts = {name: part for name, part in packed.parts.items() if name not in own}
         runs = [replace(run, rows={n: rows for n, rows in run.rows.items() if n not in own}) for run in packed.runs]
-        for name, bits in self.quantizer.indices.items():
+        for name, bits in self.quantizer.index_bits.items():
             pieces = []
             blocks = [_split(packed, name, sequence) for sequence in range(packed.batch)]
             for run in runs:
@@ -193,7 +193,7 @@ class HuffmanCodec(CodedBlocks):
     def rate(self, packed: Packed) -> Rate:
         """The rate of the indices that `packed` holds."""
         total = Rate(0, 0.0, 0)
-        for name, bits in self.quantizer.indices.items():
+        for name, bits in self.quantizer.index_bits.items():
             for sequence in range(packed.batch):
                 for block in _split(packed, name, sequence):
                     counts = np.bincount(_decode_block(block), minlength=2**bits)

@@ -225,7 +225,7 @@ class VectorQuantizer(Quantizer):
         self.gain: Gain = checked_choice(Gain, gain, "gain")
 
     @property
-    def indices(self) -> dict[str, int]:
+    def index_bits(self) -> dict[str, int]:
         """Bits of each stored index, by the name of its part: one of 8 channels."""
         return {"codes": 8 * self.bits}
 

@@ -71,8 +71,7 @@ def canonical(
 def canonical_method(method: MethodConfig) -> dict[str, Any]:
     """The settings of a method that decide what it stores, without its residual and the text of its calibration."""
     codecs = {side: _bare_codec(getattr(method, side)) for side in SIDES}
-    layers, first, kept = method.full_precision_layers, method.first_layers, method.kept_keys
-    own = {side: _bare_codec(getattr(first, side)) for side in SIDES}
+    layers, kept = method.full_precision_layers, method.kept_keys
     bits = {side: getattr(method.bits_by_layer, side) for side in SIDES}
     quantized = not method.is_full_precision
     texts = kept.texts if method.key is not None else []
@@ -81,7 +80,6 @@ def canonical_method(method: MethodConfig) -> dict[str, Any]:
         | _without_empty(
             full_precision_layers={side: sorted(set(layers[side])) for side in layers if layers[side] and codecs[side]},
             bits_by_layer={side: given for side, given in bits.items() if any(own != given[0] for own in given)},
-            first_layers={"count": first.count, **own} if first.count and any(own.values()) else None,
             sink_tokens=method.sink_tokens if quantized else 0,
             kept_keys={"texts": sorted(set(texts)), "layers": sorted(set(kept.layers))} if texts else None,
             gqa_compensation=method.gqa_compensation,

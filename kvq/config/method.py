@@ -50,12 +50,15 @@ _RENAMED_PATH = re.compile(r"(?P<path>[+~]{0,2}method\.(?:[\w.]+\.)?(?:halves|le
 def with_names(settings: Any, names: Mapping[str, str], more: Mapping[str, Mapping[str, Any]] | None = None) -> Any:
     """Settings of a part, and of the parts in it, with some of their names and targets replaced.
 
-    `more`: settings that a target has where they are not given.
+    A target whose name is empty has none. `more`: settings that a target has where they are not given.
     """
     if isinstance(settings, Mapping):
         found = {names.get(name, name): with_names(value, names, more) for name, value in settings.items()}
         if isinstance(target := found.get("_target_"), str):
             found["_target_"] = names.get(target, target)
+            if not found["_target_"]:
+                del found["_target_"]
+                return found
             found = {**(more or {}).get(found["_target_"], {}), **found}
         return found
     return [with_names(value, names, more) for value in settings] if isinstance(settings, list) else settings
@@ -126,19 +129,6 @@ def _with_orders(settings: Any) -> Any:
 
 
 @dataclass
-class FirstLayersConfig:
-    """Codecs of the first `count` layers, where they are not those of the others (None: as the others)."""
-
-    count: Natural = 0
-    key: CodecSettings = None
-    value: CodecSettings = None
-
-    def __post_init__(self) -> None:
-        check_limits("method.first_layers", self)
-        self.key, self.value = (_with_orders(with_names(codec, current_names())) for codec in (self.key, self.value))
-
-
-@dataclass
 class KeptKeysConfig:
     """Tokens by their texts, whose keys `layers` keep in full precision (none: no tokens)."""
 
@@ -174,7 +164,6 @@ class MethodConfig:
     value: CodecSettings = None
     residual: ResidualConfig = field(default_factory=ResidualConfig)
     full_precision_layers: dict[str, list[int]] = field(default_factory=lambda: {"key": [], "value": []})
-    first_layers: FirstLayersConfig = field(default_factory=FirstLayersConfig)
     calibration: CalibrationConfig = field(default_factory=CalibrationConfig)
     sink_tokens: Natural = 0
     gqa_compensation: bool = False
@@ -188,7 +177,8 @@ class MethodConfig:
         check_limits("method", self)
         self.key, self.value = (_with_orders(with_names(codec, current_names())) for codec in (self.key, self.value))
         self.eviction, self.token_policy, self.policies = (
-            with_names(given, current_names()) for given in (self.eviction, self.token_policy, self.policies)
+            _with_orders(with_names(given, current_names()))
+            for given in (self.eviction, self.token_policy, self.policies)
         )
         for name in self.policies:
             if name in {entry.name for entry in fields(self)}:

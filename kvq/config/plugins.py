@@ -44,7 +44,8 @@ class Plugin:
         commands: word after `kvq` -> module whose `main()` runs the command.
         modules: extension point (`figures`, `kernels`, `trellis`) -> modules that serve it when imported.
         renamed: earlier import path of a class, which keys and records keep -> its path now.
-        keyed: class -> the class of kvq that it derives from, whose name and version keys and records have.
+        keyed: class -> the class of kvq that it derives from, whose name and version keys and records have;
+            empty: its settings stand there without a class.
         has_versions: its classes that decide numbers have `version: ClassVar[int]`; false: the code of their file names
             their version.
     """

@@ -42,7 +42,9 @@ class Softmax:
         self.total: Tensor | None = None
         self.sums: dict[str, Tensor] = {}
 
-    def weigh(self, scores: Float[Tensor, "batch kv_heads group tokens"]) -> Float[Tensor, "batch kv_heads group _t"]:
+    def add_scores(
+        self, scores: Float[Tensor, "batch kv_heads group tokens"]
+    ) -> Float[Tensor, "batch kv_heads group _t"]:
         """Weights of these tokens relative to the current maximum; earlier sums are rescaled to it."""
         top = scores.amax(-1, keepdim=True)
         if self.top is not None and self.total is not None:
@@ -90,7 +92,7 @@ def attend(
         if softcap is not None:
             scores = softcap * torch.tanh(scores / softcap)
         with step("softmax"):
-            weights = softmax.weigh(scores)
+            weights = softmax.add_scores(scores)
         mixer.mix(softmax, weights, start, stop)
     assert softmax.total is not None
     with step("joining"):

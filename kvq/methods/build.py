@@ -21,7 +21,7 @@ from kvq.config.identity import canonical_method
 from kvq.config.residual import ResidualConfig, effective_residual
 from kvq.errors import ConfigError, KvqError, Unsupported, did_you_mean
 from kvq.methods.kept_keys import KeptKeys
-from kvq.methods.method import FirstLayers, Method
+from kvq.methods.method import Method
 from kvq.methods.mixed_precision import MixedPrecision
 from kvq.methods.policies import MOST, GqaCompensation, Policy, merged_rotation
 
@@ -114,7 +114,7 @@ def instantiate_method(method: MethodConfig, residual: ResidualConfig, bits: Any
         *named.values(),
         *(_build_part(method.name, f"method.policies.{name}", one, Policy) for name, one in method.policies.items()),
         *{policy.setting: policy for policy in of_stages if policy is not None}.values(),
-        *(kept_keys, _build_first_layers(method, head_dim), _build_gqa(method, codecs), merged),
+        *(kept_keys, _build_gqa(method, codecs), merged),
     )
     built = Method(
         method.name,
@@ -201,18 +201,6 @@ def _build_gqa(method: MethodConfig, codecs: Mapping[str, Codec | None]) -> GqaC
         except Unsupported as error:
             raise Unsupported(f"method.gqa_compensation of {method.name}: {side}: {error}") from error
     return GqaCompensation()
-
-
-def _build_first_layers(method: MethodConfig, head_dim: int) -> FirstLayers | None:
-    """The policy of `method.first_layers`, which gives the first layers other codecs; None where its count is 0."""
-    first = method.first_layers
-    if not first.count:
-        return None
-    own = {
-        side: _build_codec(method.name, f"method.first_layers.{side}", getattr(first, side), head_dim)
-        for side in ("key", "value")
-    }
-    return FirstLayers(first.count, own["key"], own["value"])
 
 
 def _build_codec(name: str, setting: str, config: Any, head_dim: int) -> Codec | None:

@@ -27,22 +27,6 @@ from kvq.results.tensor_files import digest
 
 
 @dataclass(frozen=True)
-class FirstLayers(Policy):
-    """Codecs of the first `count` layers; None: the codec of the other layers."""
-
-    count: int
-    key: Codec | None
-    value: Codec | None
-    setting = "first_layers"
-    does = "gives the first layers other codecs"
-    excludes = frozenset({"same_stages", "two_codecs", "packed_attention"})
-
-    def codec(self, codec: Codec | None, side: str, layer: int) -> Codec | None:
-        """Its own codec of `side` in the first `count` layers; the given one elsewhere, or where it has none."""
-        return (getattr(self, side) if layer < self.count else None) or codec
-
-
-@dataclass(frozen=True)
 class Method:
     """A codec for keys and one for values (None = full precision), and when tokens leave full precision.
 

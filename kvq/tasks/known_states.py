@@ -151,7 +151,7 @@ def costs_of(side: str, codec: Codec, packed: Packed, before: Packed | None) -> 
     if side == "value":
         return found
     if isinstance(codec, HuffmanCodec):
-        rate, bits = codec.rate(packed), next(iter(codec.quantizer.indices.values()))
+        rate, bits = codec.rate(packed), next(iter(codec.quantizer.index_bits.values()))
         found |= {"index_bits": rate.coded / rate.indices, "index_entropy": rate.entropy / rate.indices}
         found["index_saved"] = 1 - found["index_bits"] / bits
     if isinstance(codec.quantizer, LowRankCorrection):

@@ -77,7 +77,7 @@ def _plane_loops(grid, span):
     number, last = len(grid.widths), len(grid.widths) - 1
     indices = [min(index, last) for index in range(3)]
     made = [_one_plane_loops(grid, index, span) for index in indices]
-    (dots0, sums0, weigh0), (dots1, sums1, weigh1), (dots2, sums2, weigh2) = made
+    (dots0, sums0, rescale0), (dots1, sums1, rescale1), (dots2, sums2, rescale2) = made
     f0, f1, f2 = (cpu_vectors.factors(grid.widths, index, TILE) for index in indices)
 
     @numba.njit(**OPTIONS)
@@ -107,13 +107,13 @@ def _plane_loops(grid, span):
 
     @numba.njit(**OPTIONS)
     def mixed(weights, planes, first, channel, count, ready, out):
-        weigh0(weights, ready)
+        rescale0(weights, ready)
         sums0(ready, planes[0], channel, first, count, out)
         if number > 1:
-            weigh1(weights, ready)
+            rescale1(weights, ready)
             sums1(ready, planes[1 if number > 1 else 0], channel, first, count, out)
         if number > 2:
-            weigh2(weights, ready)
+            rescale2(weights, ready)
             sums2(ready, planes[2 if number > 2 else 0], channel, first, count, out)
 
     return products, mixed
@@ -127,13 +127,13 @@ def _one_plane_loops(grid, index, span):
     factors = cpu_vectors.factors(grid.widths, index, TILE)
 
     @numba.njit(**OPTIONS)
-    def weigh(weights, ready):
+    def rescale(weights, ready):
         for h in range(weights.shape[0]):
             line, out = weights[h], ready[h]
             for i in range(TILE):
                 out[i] = line[i] * factors[i]
 
-    return dots, sums, weigh
+    return dots, sums, rescale
 
 
 @functools.cache

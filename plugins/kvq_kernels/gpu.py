@@ -111,7 +111,7 @@ def _sides(states: PackedStates, mixed: bool) -> Iterator[_Side]:
 def _side(chain: LinearChain, parts: dict[str, Tensor], run: BlockRun, head_dim: int, mixed: bool) -> _Side:
     quantizer = chain.codec.quantizer
     # An index of a codebook has 8 or 16 bits, which are planes like those of other codes.
-    w0, w1, w2 = (*plane_widths(quantizer.indices["codes"]), 0, 0)[:3]
+    w0, w1, w2 = (*plane_widths(quantizer.index_bits["codes"]), 0, 0)[:3]
     p0, p1, p2 = (parts[f"codes.{index if width else 0}"] for index, width in enumerate((w0, w1, w2)))
     kind, top, scale, low = _grid(quantizer, parts, head_dim)
     norms = _norms(chain, parts, run)

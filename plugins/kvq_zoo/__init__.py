@@ -21,7 +21,6 @@ _MOVED = {
 }
 """Module -> its classes that were in `kvq.codecs` when their first records were made."""
 _FORMS = {
-    "channel_groups.BoostedChannels": "ChannelSplit",
     "grids.EngineFloat8Quantizer": "Float8Quantizer",
     "grids.EngineUniformQuantizer": "UniformQuantizer",
     "grids.NormalQuantizer": "LloydMaxQuantizer",
@@ -33,6 +32,6 @@ PLUGIN = Plugin(
     "kvq_zoo",
     renamed={f"kvq.codecs.{name}": f"kvq_zoo.{module}.{name}" for module, names in _MOVED.items() for name in names}
     | {f"kvq.methods.{path}": f"kvq_zoo.{path}" for path in _POLICIES},
-    keyed={f"kvq_zoo.{path}": f"kvq.codecs.{name}" for path, name in _FORMS.items()},
+    keyed={f"kvq_zoo.{path}": f"kvq.codecs.{name}" for path, name in _FORMS.items()} | {"kvq_zoo.qjl.FirstLayers": ""},
     has_versions=True,
 )

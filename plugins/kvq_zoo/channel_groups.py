@@ -1,22 +1,19 @@
-"""Channels of each head in groups: by the bits that pairs of them are given (Block-GTQ), and by magnitude (Kitty)."""
+"""Block-GTQ: channels of each head in groups, by the bits that pairs of channels are given."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 import torch
 from jaxtyping import Float, Int, Shaped
 from torch import Size, Tensor
 
 from kvq.codecs.calibrated import Calibrated, Moments, States, Tables
-from kvq.codecs.channel_groups import ChannelSplit
 from kvq.codecs.codec import Codec, check_nested
 from kvq.codecs.lloyd_max import MAX_BITS
 from kvq.codecs.quantizers import Parts, Quantizer, shared_group, with_prefix, without_prefix
-from kvq.errors import Unsupported, check_choice, require, within
-
-_BYTE = 255
+from kvq.errors import Unsupported, require, within
 
 
 class ChannelGroups(Calibrated, Quantizer):
@@ -146,49 +143,3 @@ def allocate_bits(energies: Sequence[float], mean: float | int, most: int) -> li
         _, pair = max((energies[i] / 4.0 ** widths[i], -i) for i in range(len(energies)) if widths[i] < most)
         widths[-pair] += 1
     return widths
-
-
-class BoostedChannels(ChannelSplit):
-    """`ChannelSplit` with the choice and the stored form of Kitty.
-
-    Args:
-        outliers, high, low: as `ChannelSplit`.
-        criterion: ranks the channels of a block by `energy`, the sum of their squares, or `mean_abs`, their mean
-            magnitude.
-        stored: the choice of a block as a `mask`, a bit for each channel, or a `byte`: of an outlier channel its place
-            among them, of another one the number of outliers.
-
-    Raises:
-        ConfigError: more outliers than a byte counts.
-
-    Source: Kitty (arXiv 2511.18643), whose boosted channels have 4 bits instead of 2.
-    """
-
-    def __init__(
-        self,
-        outliers: int,
-        high: Codec,
-        low: Codec,
-        criterion: Literal["energy", "mean_abs"] = "mean_abs",
-        stored: Literal["mask", "byte"] = "byte",
-    ) -> None:
-        super().__init__(outliers, high, low)
-        self.criterion, self.stored = criterion, stored
-        check_choice("criterion", criterion, ("energy", "mean_abs"))
-        check_choice("stored", stored, ("mask", "byte"))
-        require(stored == "mask" or outliers <= _BYTE, "outliers", outliers, f"at most {_BYTE} with stored=byte")
-
-    def rank(self, x: Float[Tensor, "*lead heads tokens dim"]) -> Float[Tensor, "*lead heads 1 dim"]:
-        """The sum of squares, or the mean magnitude, of each channel."""
-        return super().rank(x) if self.criterion == "energy" else x.abs().mean(-2, keepdim=True)
-
-    def store_mask(self, mask: Shaped[Tensor, "*lead heads 1 dim"]) -> Parts:
-        """`mask` as `ChannelSplit`, or `place` (uint8) `[..., heads, 1, dim]`."""
-        if self.stored == "mask":
-            return super().store_mask(mask)
-        return {"place": torch.where(mask == 1, mask.cumsum(-1) - 1, self.outliers).to(torch.uint8)}
-
-    def read_mask(self, parts: Parts, head_dim: int) -> Shaped[Tensor, "*lead heads 1 dim"]:
-        """Inverse of `store_mask`."""
-        found = (parts["place"] < self.outliers).to(torch.uint8) if self.stored == "byte" else None
-        return super().read_mask(parts, head_dim) if found is None else found

@@ -80,8 +80,8 @@ class SparseLowRank(Quantizer):
         return self.backbone.bits
 
     @property
-    def indices(self) -> dict[str, int]:
-        return self.backbone.indices
+    def index_bits(self) -> dict[str, int]:
+        return self.backbone.index_bits
 
     def check(self, head_dim: int) -> None:
         self.backbone.check(head_dim)

@@ -78,8 +78,8 @@ class PolarQuantizer(Quantizer):
         self.angle_bits = tuple(angle_bits)
 
     @property
-    def indices(self) -> dict[str, int]:
-        """Bits of an angle code at each level, by part name; see `Quantizer.indices`."""
+    def index_bits(self) -> dict[str, int]:
+        """Bits of an angle code at each level, by part name; see `Quantizer.index_bits`."""
         return {f"codes.{level}": bits for level, bits in enumerate(self.angle_bits, 1)}
 
     @property

@@ -46,9 +46,6 @@ class EngineUniformQuantizer(UniformQuantizer):
         fixed_scale: a scale for all groups of a symmetric grid, which is not stored (None: each group has its own).
 
     A constant group of a `ratio` grid, where engines divide by zero, keeps its value.
-
-    Raises:
-        ConfigError: settings that do not belong together.
     """
 
     def __init__(
@@ -148,9 +145,6 @@ class EngineFloat8Quantizer(Float8Quantizer):
         scale_dtype: dtype of stored scales, see `ScaleDtype`. Codes use the unrounded scale.
         reciprocal: multiply by the reciprocal of the scale (vLLM) instead of dividing by the scale.
         group_size: channels that share a scale; None = all of the head.
-
-    Raises:
-        ConfigError: an unknown name, a group size below 1 or without a scale.
     """
 
     token_group = 1
@@ -235,9 +229,6 @@ class NormalQuantizer(LloydMaxQuantizer):
         bits, gain: as `LloydMaxQuantizer`.
         marginal: see `Marginal`.
         unit: decoded tokens are scaled to norm 1 (vLLM's "norm correction"); the stored norm stays that of the token.
-
-    Raises:
-        Unsupported: bits out of range.
     """
 
     def __init__(
@@ -261,9 +252,6 @@ class SignedRestQuantizer(InnerProductQuantizer):
         bits: bits per element, 2-8: one less for the codes, 1 for the signs.
         sketch: `identity`: there is none.
         marginal: of the codes, as `NormalQuantizer`.
-
-    Raises:
-        Unsupported: bits out of range.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""QJL: signs of a random sketch of keys, outlier channels apart."""
+"""QJL: signs of a random sketch of keys, outlier channels apart; codecs of their own for the first layers."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ import torch
 from jaxtyping import Float
 from torch import Size, Tensor
 
-from kvq.codecs import Sketch
+from kvq.codecs import Codec, Sketch
 from kvq.codecs.lloyd_max import sketch_constant
 from kvq.codecs.packed import pack, unpack
 from kvq.codecs.quantizers import Parts, Quantizer, checked_choice, to_stored
 from kvq.codecs.rotations import per_block, rotation
 from kvq.errors import ConfigError, Unsupported, at_least
+from kvq.methods.policies import Policy
 
 
 class SketchQuantizer(Quantizer):
@@ -136,3 +137,24 @@ def tall_sketch(
         return (torch.cat(blocks) * dim**0.5).to(device, dtype)
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(ratio * dim, dim, generator=generator, dtype=torch.float64).to(device, dtype)
+
+
+class FirstLayers(Policy):
+    """Gives the first layers other codecs, as QJL does.
+
+    Args:
+        count: number of layers.
+        key, value: their codecs; None: those of the other layers.
+    """
+
+    setting = "first_layers"
+    does = "gives the first layers other codecs"
+    excludes = frozenset({"same_stages", "two_codecs", "packed_attention"})
+
+    def __init__(self, count: int, key: Codec | None = None, value: Codec | None = None) -> None:
+        at_least("count", count, 1)
+        self.count, self.key, self.value = count, key, value
+
+    def codec(self, codec: Codec | None, side: str, layer: int) -> Codec | None:
+        """Its own codec of `side` in the first `count` layers; the given one elsewhere, or where it has none."""
+        return (getattr(self, side) if layer < self.count else None) or codec

@@ -133,7 +133,7 @@ class OctahedralQuantizer(Quantizer):
         self.bits = bits
 
     @property
-    def indices(self) -> dict[str, int]:
+    def index_bits(self) -> dict[str, int]:
         """Bits of each stored index; `norm` has none at 1 bit."""
         widths = {"xi": self.bits + 1, "eta": self.bits + 1, "norm": self.bits - 1}
         return {name: width for name, width in widths.items() if width}
@@ -165,12 +165,12 @@ class OctahedralQuantizer(Quantizer):
             codes = [torch.where(better, new, old) for new, old in zip(tried, codes, strict=True)]
         parts = {"xi": codes[0], "eta": codes[1], "norm": nearest_level(best, between)}
         out: Parts = {}
-        for name, width in self.indices.items():
+        for name, width in self.index_bits.items():
             out |= pack_parts(parts[name], width, name)
         return out
 
     def decode(self, parts: Parts, shape: Size, dtype: torch.dtype) -> Float[Tensor, "*lead heads tokens dim"]:
-        found = {name: unpack_parts(parts, width, shape[-2], name) for name, width in self.indices.items()}
+        found = {name: unpack_parts(parts, width, shape[-2], name) for name, width in self.index_bits.items()}
         (levels, _), (norms, _) = self._tables(shape[-1], dtype, found["xi"].device)
         direction = torch.stack(_to_direction(look_up(levels, found["xi"]), look_up(levels, found["eta"])), -1)
         norm = look_up(norms, found["norm"]).unsqueeze(-1) if "norm" in found else norms
@@ -218,7 +218,7 @@ class LatticeQuantizer(Quantizer):
         return int(2**self.bits + 1)
 
     @property
-    def indices(self) -> dict[str, int]:
+    def index_bits(self) -> dict[str, int]:
         """Bits of each piece of a point's index, 16 in all pieces but the last."""
         widths = [min(_CHUNK, self.point_bits - start) for start in range(0, self.point_bits, _CHUNK)]
         return {f"codes.{place}": width for place, width in enumerate(widths)}
@@ -252,12 +252,12 @@ class LatticeQuantizer(Quantizer):
         for place in range(DIM):
             number = number * self._values + digits[..., place]
         parts: Parts = {"scale": to_stored(scale, torch.float16)}
-        for place, (name, width) in enumerate(self.indices.items()):
+        for place, (name, width) in enumerate(self.index_bits.items()):
             parts |= pack_parts((number >> (_CHUNK * place)) & ((1 << width) - 1), width, name)
         return parts
 
     def decode(self, parts: Parts, shape: Size, dtype: torch.dtype) -> Float[Tensor, "*lead heads tokens dim"]:
-        chunks = [unpack_parts(parts, width, shape[-2], name).long() for name, width in self.indices.items()]
+        chunks = [unpack_parts(parts, width, shape[-2], name).long() for name, width in self.index_bits.items()]
         number = sum((chunk << (_CHUNK * place) for place, chunk in enumerate(chunks)), torch.zeros_like(chunks[0]))
         digits = []
         for _ in range(DIM):

@@ -121,7 +121,7 @@ def test_decoded_bit_for_bit(data):
     turned = torch.arange(shape[0]).flip(0)
     assert torch.equal(coded.decode(store.select(turned).packed), both[turned])
     rate = coded.rate(store.packed)
-    assert rate.entropy - 1e-6 <= rate.coded <= sum(coded.quantizer.indices.values()) * rate.indices
+    assert rate.entropy - 1e-6 <= rate.coded <= sum(coded.quantizer.index_bits.values()) * rate.indices
     assert rate.coded < rate.entropy + rate.indices + 1e-6
 
 

@@ -86,7 +86,7 @@ def fitting(name: str) -> list[str]:
     """What fits a method of many layers, many kept tokens or a long calibration to three layers and a short prompt."""
     family = name.partition("/")[0]
     if family == "qjl" and name != "qjl/one_sketch":
-        return ["method.first_layers.count=1"]
+        return ["method.policies.first_layers.count=1"]
     if name.endswith("/kvsink"):  # no token of a random model is as extreme as a sink
         return ["method.policies.sink_detection.share=0.15"]
     if name.endswith("/start"):  # while decoding

@@ -72,14 +72,15 @@ def test_policies_name_capabilities() -> None:
 
 H2O = "eviction={_target_: kvq_zoo.eviction.HeavyHitters}"
 OTT = "token_policy={_target_: kvq.methods.mixed_precision.OutlierTokens}"
+FIRST = "+policies.first_layers={_target_: kvq_zoo.qjl.FirstLayers, count: 1}"
 CHOOSERS = {"sink_tokens": "sink_tokens=3", "kept_keys": "kept_keys.texts=[a]", "eviction": H2O, "token_policy": OTT}
 TOGETHER = [
     *(("rtn", pair) for pair in itertools.combinations(CHOOSERS.values(), 2)),
     *(("kvtc/all_layers", (one,)) for one in ("full_precision_layers.value=[0]", "bits_by_layer.key=[2,3]", H2O)),
     *(("waterfill_kv", (one,)) for one in ("full_precision_layers.value=[0]", "bits_by_layer.key=[2,3]")),
-    *(("waterfill_kv", (one,)) for one in ("residual.key.size=48", "first_layers.count=1")),
+    *(("waterfill_kv", (one,)) for one in ("residual.key.size=48", FIRST)),
     ("waterfill_kv", ("sink_tokens=0", "kept_keys.texts=[a]")),
-    ("kvquant_plus_plus/gqa", ("first_layers.count=1",)),
+    ("kvquant_plus_plus/gqa", (FIRST,)),
     ("nsnquant", (H2O,)),
     ("nsnquant", (OTT,)),
 ]

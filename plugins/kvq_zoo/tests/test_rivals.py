@@ -4,10 +4,9 @@ import numpy as np
 import pytest
 import torch
 
-from kvq.codecs import Codec, Passthrough, UniformQuantizer, Zero, unpack
+from kvq.codecs import ChannelSplit, Codec, Passthrough, UniformQuantizer, Zero, unpack
 from kvq.methods.build import build_method
 from kvq_zoo.balance import VarianceBalance
-from kvq_zoo.channel_groups import BoostedChannels
 from kvq_zoo.tests import rival_oracles as by
 
 SIDES = ("key", "value")
@@ -103,7 +102,7 @@ def test_a_choice_of_channels_is_read_back_however_it_is_stored(criterion, store
     x = torch.zeros(1, 1, 16, 20)
     x[..., 3], x[:, :, 5, 11] = 1.0, 10.0
     exact, nothing = (Codec({}, [], part) for part in (Passthrough(), Zero()))
-    codec = Codec({}, [], BoostedChannels(1, exact, nothing, criterion, stored))
+    codec = Codec({}, [], ChannelSplit(1, exact, nothing, criterion, stored))
     packed = codec.encode(x)
     kept = 11 if criterion == "energy" else 3
     assert packed.parts["mask" if stored == "mask" else "place"].nbytes == (3 if stored == "mask" else 20)
