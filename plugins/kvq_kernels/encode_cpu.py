@@ -54,9 +54,7 @@ def loops_for(dim: int, channels: int) -> Loops:
     of_channels, of_tokens = _range_loops(dim, channels)
     channel_codes, token_codes = _code_loops(dim, channels)
     pack, gains = _pack_loop(dim), _gain_loop(dim, channels)
-    return Loops(
-        _rotation_loop(dim), _normalize_loop(dim), of_channels, of_tokens, channel_codes, token_codes, pack, gains
-    )
+    return Loops(_rotation_loop(dim), _unit_loop(dim), of_channels, of_tokens, channel_codes, token_codes, pack, gains)
 
 
 @no_type_check
@@ -94,7 +92,7 @@ def _rotation_loop(dim):
 
 
 @no_type_check
-def _normalize_loop(dim):
+def _unit_loop(dim):
     @numba.njit(**_SUMS)
     def squares(row):
         total = np.float32(0)
