@@ -208,14 +208,14 @@ class UniformQuantizer(CodeQuantizer):
     def _at_least(self, scale: Tensor) -> Tensor:
         return scale.clamp_min(self.min_scale) if self.min_scale else scale
 
-    def _ends(self, groups: Tensor) -> tuple[Tensor, Tensor]:
+    def _clipped_range(self, groups: Tensor) -> tuple[Tensor, Tensor]:
         """The range of each group, clipped."""
         low, high = torch.aminmax(groups, dim=self._dim, keepdim=True)
         return (low, high) if self.clip == 1 else (low * self.clip, high * self.clip)
 
     def _asymmetric(self, groups: Tensor) -> tuple[Parts, Tensor]:
         top = 2**self.bits - 1
-        low, high = self._ends(groups)
+        low, high = self._clipped_range(groups)
         scale = self._at_least((high - low) / top)
         if self.zero_point == "edge":
             scale, low = scale_from_edge(scale, low, high)

@@ -98,7 +98,7 @@ class EngineUniformQuantizer(UniformQuantizer):
         if self.zero_point == "float":
             return super()._asymmetric(groups)
         top = 2**self.bits - 1
-        low, high = self._ends(groups)
+        low, high = self._clipped_range(groups)
         scale = self._at_least((high - low) / top)
         if self.zero_point == "ratio":
             scale = torch.where(scale == 0, low.abs(), scale)
