@@ -81,16 +81,13 @@ def test_one_clear_line_and_a_non_zero_exit(runner, capsys, argv, code, says):
     assert code == 1 or runner.calls == []
 
 
-def test_one_run_ends_with_its_table(runner, capsys):
+def test_a_run_or_a_sweep_counts_its_jobs_and_ends_with_its_table(runner, capsys):
     assert cli.main(["method=kivi", "bits=2"]) == 0
-    assert runner.calls == [("sweep", 1), ("add", "kivi", 2, MEASURED), ("finish",)]
-    assert capsys.readouterr() == ("", "")
-
-
-def test_a_sweep_counts_its_jobs_runs_all_and_ends_with_its_table(runner, capsys):
+    one = [("sweep", 1), ("add", "kivi", 2, MEASURED), ("finish",)]
+    assert runner.calls == one
     assert cli.main(["-m", "method=nsn,kivi", "bits=2,k4v2", "seed=1"]) == 0
     runs = [("add", method, bits, MEASURED) for method in ("nsn", "kivi") for bits in (2, "k4v2")]
-    assert runner.calls == [("sweep", 4), *runs, ("finish",)]
+    assert runner.calls == [*one, ("sweep", 4), *runs, ("finish",)]
     assert capsys.readouterr() == ("", "")
 
 

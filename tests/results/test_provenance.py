@@ -17,14 +17,7 @@ from kvq.config import compose, resolve
 from kvq.report.labels import label, protocol_departures
 from kvq.results import Record, Store
 from kvq.results.presets import find_departures, with_departures
-from kvq.results.provenance import (
-    PeakMemory,
-    collect,
-    full_precision_words,
-    git_state,
-    single_command,
-    utc_now,
-)
+from kvq.results.provenance import PeakMemory, collect, full_precision_words, git_state, single_command, utc_now
 
 MIB = 2**20
 
@@ -123,15 +116,8 @@ def test_peak_memory_of_a_gpu() -> None:
 
 
 COMMITTED = Path(__file__).parents[2] / "results"
-WORDS = [
-    "model=tiny",
-    "method=kivi",
-    "bits=2",
-    "method.sink_tokens=1",
-    "task.context=128",
-    "task.stride=128",
-    "task.max_windows=2",
-]
+WINDOWS = "task.context=128 task.stride=128 task.max_windows=2"
+WORDS = f"model=tiny method=kivi bits=2 method.sink_tokens=1 {WINDOWS}".split()
 
 
 @pytest.fixture(scope="module")
@@ -140,18 +126,15 @@ def records() -> list[Record]:
 
 
 def test_a_run_keeps_its_words_and_the_command_that_measures_it_alone(tmp_path: Path) -> None:
-    record = runs.run(
-        resolve(compose([*WORDS, f"results_dir={tmp_path}"])), lambda: [*WORDS, f"results_dir={tmp_path}"]
-    )
+    given = [*WORDS, f"results_dir={tmp_path}"]
+    record = runs.run(resolve(compose(given)), lambda: given)
     assert record.label == label(record) == "kivi, sink tokens 1"
     assert record.from_presets == find_departures(record)
     assert record.command == f"python run.py {' '.join(WORDS)}"
     assert record.baseline_key is not None
     baseline = Store(tmp_path).get(record.baseline_key)
     assert baseline is not None
-    assert (
-        baseline.command == "python run.py model=tiny task.context=128 task.stride=128 task.max_windows=2 method=fp16"
-    )
+    assert baseline.command == f"python run.py model=tiny {WINDOWS} method=fp16"
     for one in (record, baseline):
         assert one.command is not None
         again = resolve(compose([*shlex.split(one.command)[2:], f"results_dir={tmp_path}"]))
@@ -204,13 +187,7 @@ def test_the_command_of_a_run_that_an_experiment_asked_for_is_of_that_run_alone(
 
 
 def test_a_command_is_without_places_and_a_baseline_without_the_method() -> None:
-    words = [
-        "+experiment=main",
-        "results_dir=/tmp/x",
-        "plan=true",
-        "task.stop=[a, b]",
-        "method.key=null",
-        "residual.size=8",
-    ]
+    words = ["+experiment=main", "results_dir=/tmp/x", "plan=true", "task.stop=[a, b]", "method.key=null"]
+    words.append("residual.size=8")
     assert single_command(words) == "python run.py +experiment=main 'task.stop=[a, b]' method.key=null residual.size=8"
     assert full_precision_words(words[3:]) == ["task.stop=[a, b]", "method=fp16"]

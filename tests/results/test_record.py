@@ -39,14 +39,8 @@ configs = st.dictionaries(st.text(), trees, max_size=4)
 def test_round_trip(settings: Any, metrics: Any, reason: Any, status: Any, moment: Any) -> None:
     if not 2 <= moment.year <= 9998:
         return  # in UTC it may lie outside what a date can say
-    record = made.record(
-        "kivi",
-        settings=settings,
-        metrics=metrics,
-        reason=reason,
-        status=status,
-        provenance=made.provenance(started=moment),
-    )
+    given = {"settings": settings, "metrics": metrics, "reason": reason, "status": status}
+    record = made.record("kivi", **given, provenance=made.provenance(started=moment))
     content = dump_record(record)
     again = parse_record(content)
     assert again == record
@@ -95,12 +89,9 @@ def test_key_refuses_what_json_cannot_say(settings: Any, message: str) -> None:
         run_key(settings)
 
 
-def test_key_must_name_the_config() -> None:
+def test_records_are_frozen_and_closed_and_their_keys_name_their_settings() -> None:
     with pytest.raises(ValidationError, match="does not name this config"):
         made.record("kivi", "2", key="0" * 64)
-
-
-def test_records_are_frozen_and_closed() -> None:
     record = made.record("kivi", "2")
     with pytest.raises(ValidationError, match="frozen"):
         record.status = "failed"  # type: ignore[misc]
@@ -151,11 +142,8 @@ def test_parts_and_errors_have_the_unit_of_the_whole() -> None:
 def test_a_metric_without_an_entry_is_refused_or_has_the_unit_that_is_given() -> None:
     with pytest.raises(RecordError, match=r"^metric 'tries': no unit is known; add it to METRICS"):
         units_of(["accuracy", "tries"])
-    assert units_of(["tries", "tries[task=one]", "accuracy"], {"tries": "1", "accuracy": "1"}) == {
-        "tries": "1",
-        "tries[task=one]": "1",
-        "accuracy": METRICS["accuracy"].unit,
-    }
+    found = units_of(["tries", "tries[task=one]", "accuracy"], {"tries": "1", "accuracy": "1"})
+    assert found == {"tries": "1", "tries[task=one]": "1", "accuracy": METRICS["accuracy"].unit}
 
 
 ROWS = [{"item": f"item {index}", "sample": {"score": index / 3}, "cost": {}} for index in range(5)]
