@@ -219,6 +219,23 @@ def eden(name: str, bits: int, unbiased: bool) -> Pairs:
     yield codec.decode(codec.encode(X[:, :, :24])), np.array(rows)
 
 
+def rabitq(name: str, bits: int, unbiased: bool) -> Pairs:
+    """The best point over all crossings, each with its cosine by the definition, and the scale in 16 bits."""
+    codec = kvq.build_method(name, bits=bits, head_dim=DIM).key
+    assert codec is not None
+    turn, top, rows = rotation(DIM), 2 ** (bits - 1) - 1, []
+    for row in NUMBERS[:, :24].reshape(-1, DIM):
+        z = row @ turn
+        crossings = np.outer(np.arange(1, top + 1), 1 / np.abs(z)).ravel()
+        times = np.append(crossings * (1 + 1e-12), 0)[:, None]  # behind each crossing, and before the first
+        points = np.minimum(np.floor(times * np.abs(z)), top) + 0.5
+        point = np.sign(z) * points[(points @ np.abs(z) / np.linalg.norm(points, axis=1)).argmax()]
+        unit = (top + 1) * DIM**0.5  # of the numbers that are decoded
+        scale = z @ z / (z @ point) if unbiased else z @ point / (point @ point)
+        rows.append(float(np.float16(scale * unit)) * (point / unit @ turn.T))
+    yield codec.decode(codec.encode(X[:, :, :24])), np.array(rows).reshape(*NUMBERS[:, :24].shape)
+
+
 def nexusquant(bits: int) -> Pairs:
     """Keys before RoPE and values, after a Hadamard."""
     method, rope = kvq.build_method("nexusquant", bits=bits, head_dim=DIM), rope_table(TOKENS, DIM)
@@ -306,6 +323,8 @@ PAIRS: dict[str, Callable[[], Iterable[tuple[Tensor, np.ndarray]]]] = {
     "saw_int4/rotated_values": lambda: saw_int4("saw_int4/rotated_values", {"key": 16, "value": 16}),
     "eden": lambda: (pair for bits in (1, 2, 4) for pair in eden("eden", bits, unbiased=True)),
     "eden/biased": lambda: eden("eden/biased", 2, unbiased=False),
+    "rabitq": lambda: (pair for bits in (1, 2, 4) for pair in rabitq("rabitq", bits, unbiased=True)),
+    "rabitq/biased": lambda: rabitq("rabitq/biased", 3, unbiased=False),
     "nexusquant": lambda: nexusquant(3),
     "nova_kv": lambda: nova_kv(),
     "spectralquant": lambda: (pair for bits in (2, 3) for pair in spectralquant("spectralquant", bits)),
