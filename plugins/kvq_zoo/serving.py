@@ -52,6 +52,25 @@ class LayerScale(Calibrated, Stage):
         return y * self.table("scale", y)
 
 
+class SmoothedChannels(LayerScale):
+    """Divide each channel of each KV head by the square root of its largest magnitude on the calibration text.
+
+    Table: `scale` `[heads, 1, dim]` in fp32; 1 where a channel is 0. Queries are multiplied by it, so it takes no bits.
+
+    Source: VecInfer (arXiv 2510.06175), equation 4, as allocators/vecinfer.py of rajveer43/VeloxQuant-MLX has it.
+    """
+
+    version: ClassVar[int] = 1
+
+    def __init__(self) -> None:
+        super().__init__(divisor=1)
+
+    def fit(self, x: States, gradients: States | None, seed: int) -> Tables:
+        """`scale`, of one layer's keys."""
+        largest = x.abs().amax(1, keepdim=True).double()
+        return {"scale": largest.sqrt().masked_fill(largest == 0, 1).float()}
+
+
 class TurboMindQuantizer(UniformQuantizer):
     """A grid per token and head in the 16 bits of the states, as LMDeploy's TurboMind computes it.
 

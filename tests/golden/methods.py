@@ -36,7 +36,7 @@ PROMPT, STEPS = 184, 9
 """So that blocks of 32 and of 64 tokens fill up in the prompt and again while decoding."""
 TRUNCATED = ("engine/vllm_int8_per_token_head",)
 """Truncation makes 126 or 127 of a token's largest channel by the last bit of its state: states have 16 bits here."""
-KV_HEADS = {"cq": 1, "waterfill/pairs": 4}
+KV_HEADS = {"cq": 1, "vecinfer": 1, "waterfill/pairs": 4}
 """Where not 2: with more in cq, most of k-means' hundreds of centroids end elsewhere on another processor."""
 SUMMED = 3
 """Tokens whose projections are added up, so that every token counts and a file stays small."""

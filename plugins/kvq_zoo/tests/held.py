@@ -20,6 +20,7 @@ from kvq_zoo.triplets import LatticeQuantizer, OctahedralQuantizer, norm_levels,
 from tests.calibrated import build
 from tests.codecs.oracles import hadamard
 from tests.codecs.test_rope import turned
+from tests.methods import references
 from tests.methods.held import DIM, HEADS, TOKENS, states
 
 Pairs = Iterator[tuple[Tensor, np.ndarray]]
@@ -236,6 +237,19 @@ def rabitq(name: str, bits: int, unbiased: bool) -> Pairs:
     yield codec.decode(codec.encode(X[:, :, :24])), np.array(rows).reshape(*NUMBERS[:, :24].shape)
 
 
+def vecinfer() -> Pairs:
+    """Keys over √max of each channel and after a Hadamard, the nearest of the method's centroids on both sides."""
+    method = build("vecinfer", X)
+    largest = np.abs(NUMBERS.astype(np.float32)).max(1, keepdims=True)
+    scale, turn = np.sqrt(largest.astype(np.float64)).astype(np.float32), hadamard(DIM)
+    for codec in (method.key, method.value):
+        assert codec is not None
+        centroids = codec.quantizer._tables["centroids"].double().numpy()  # type: ignore[attr-defined]
+        keys = codec is method.key
+        found = references.coupled(NUMBERS / scale @ turn if keys else NUMBERS, centroids)
+        yield codec.decode(codec.encode(X)), found @ turn.T * scale if keys else found
+
+
 def nexusquant(bits: int) -> Pairs:
     """Keys before RoPE and values, after a Hadamard."""
     method, rope = kvq.build_method("nexusquant", bits=bits, head_dim=DIM), rope_table(TOKENS, DIM)
@@ -325,6 +339,7 @@ PAIRS: dict[str, Callable[[], Iterable[tuple[Tensor, np.ndarray]]]] = {
     "eden/biased": lambda: eden("eden/biased", 2, unbiased=False),
     "rabitq": lambda: (pair for bits in (1, 2, 4) for pair in rabitq("rabitq", bits, unbiased=True)),
     "rabitq/biased": lambda: rabitq("rabitq/biased", 3, unbiased=False),
+    "vecinfer": vecinfer,
     "nexusquant": lambda: nexusquant(3),
     "nova_kv": lambda: nova_kv(),
     "spectralquant": lambda: (pair for bits in (2, 3) for pair in spectralquant("spectralquant", bits)),
