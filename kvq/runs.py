@@ -39,6 +39,11 @@ from kvq.results.store import State
 from kvq.results.versions import Versions, versions_of
 from kvq.tasks.measurement import Baseline, Measurement, task_of
 
+Words = Callable[[], Sequence[str] | None]
+"""Asks for the overrides from which a run was composed; None: no command line composes it."""
+Baselines = dict[str, Baseline]
+"""Full-precision runs of a command by their settings, so that each is named and looked up once."""
+
 
 class Prepared:
     """A run before it is measured. Nothing here reads weights; each part is computed when it is first needed."""
@@ -126,12 +131,6 @@ class Prepared:
     def calibrates(self) -> bool:
         """Whether the method has tables that are fitted to a text."""
         return self.method.needs_calibration and not self.config.task.calibrates_itself
-
-
-Words = Callable[[], Sequence[str] | None]
-"""Asks for the overrides from which a run was composed; None: no command line composes it."""
-Baselines = dict[str, Baseline]
-"""Full-precision runs of a command by their settings, so that each is named and looked up once."""
 
 
 def run(config: Config, words: Words = lambda: None, baselines: Baselines | None = None) -> Record:

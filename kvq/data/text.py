@@ -30,6 +30,9 @@ if TYPE_CHECKING:
 # Added to the seed of the generator of random documents, so that no other use of the same seed draws the same numbers.
 _DOCUMENTS_STREAM = 0x646F6373
 _MESSAGE = "MESSAGE-OF-THE-USER"
+Encode = Callable[[str], list[int]]
+_WORDS = yaml.safe_load(Path(__file__).with_name("words.yaml").read_text(encoding="utf-8"))
+ADJECTIVES, NOUNS = (_WORDS[kind].split() for kind in ("adjectives", "nouns"))
 
 
 @dataclass(frozen=True)
@@ -179,12 +182,6 @@ def _draw_crops(
 def _count_bytes(tokenizer: Any, ids: list[int]) -> int:
     """UTF-8 bytes of the text that tokens stand for, without special tokens."""
     return len(tokenizer.decode(ids, skip_special_tokens=True).encode())
-
-
-Encode = Callable[[str], list[int]]
-
-_WORDS = yaml.safe_load(Path(__file__).with_name("words.yaml").read_text(encoding="utf-8"))
-ADJECTIVES, NOUNS = (_WORDS[kind].split() for kind in ("adjectives", "nouns"))
 
 
 @dataclass(frozen=True)

@@ -32,6 +32,14 @@ from kvq.results import Store
 from kvq.results.files import write_file
 from kvq.results.presets import cache_by_folder, choices_in_use
 
+Present = frozenset[tuple[str, str]]
+"""Model and method of the runs that there are records of."""
+# Overrides that have no effect on full precision.
+_OF_A_METHOD = ("method", "bits=", "residual", "cache.attention=")
+# Parts of a configuration that are composed apart, and the words of a command that belong to each.
+_PARTS: dict[str, tuple[str, ...]] = {name: (f"{name}=", f"{name}.") for name in ("model", "dataset", "task")}
+_PARTS |= {"method": ("method=", "method.", "bits="), "cache": ("cache.",)}
+
 
 def names() -> list[str]:
     """Experiments with a table, as `+experiment=` takes them."""
@@ -46,14 +54,6 @@ def layout_named(name: str) -> LayoutConfig:
         return sweep.layout_of(compose(chosen))
     except COMPOSE_ERRORS as error:
         raise KvqError(f"+experiment={name}: {explain(error, chosen)}") from error
-
-
-Present = frozenset[tuple[str, str]]
-"""Model and method of the runs that there are records of."""
-
-
-# Overrides that have no effect on full precision.
-_OF_A_METHOD = ("method", "bits=", "residual", "cache.attention=")
 
 
 def experiment_of(name: str, present: Present = frozenset()) -> Experiment:
@@ -161,11 +161,6 @@ def _cell_run(run: sweep.Overrides, present: Present) -> CellRun:
 def _present_or_any(present: Present) -> frozenset[tuple[str | None, str | None]]:
     """The pairs of model and method on record; None in the place of either means any."""
     return frozenset(itertools.chain.from_iterable(itertools.product((a, None), (b, None)) for a, b in present))
-
-
-# Parts of a configuration that are composed apart, and the words of a command that belong to each.
-_PARTS: dict[str, tuple[str, ...]] = {name: (f"{name}=", f"{name}.") for name in ("model", "dataset", "task")}
-_PARTS |= {"method": ("method=", "method.", "bits="), "cache": ("cache.",)}
 
 
 @functools.cache

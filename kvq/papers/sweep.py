@@ -24,6 +24,9 @@ if TYPE_CHECKING:
     from omegaconf import DictConfig
 
 Overrides = tuple[str, ...]
+# Overrides of what a process loads once for several runs (model, then text and task); the first costs most.
+_SHARED = (("model=", "model."), ("dataset=", "dataset.", "task=", "task."))
+Job = TypeVar("Job", bound=Sequence[str])
 
 
 @dataclass(frozen=True)
@@ -86,11 +89,6 @@ def missing_choices(run: Sequence[str], choices: Mapping[str, Iterable[str]]) ->
 def command(run: Sequence[str]) -> str:
     """The command that makes a run, as a shell takes it."""
     return f"python run.py {shlex.join(run)}"
-
-
-# Overrides of what a process loads once for several runs (model, then text and task); the first costs most.
-_SHARED = (("model=", "model."), ("dataset=", "dataset.", "task=", "task."))
-Job = TypeVar("Job", bound=Sequence[str])
 
 
 def layout_of(config: DictConfig) -> LayoutConfig:

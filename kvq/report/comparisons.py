@@ -22,6 +22,7 @@ from kvq.results.presets import parse_label, part_of
 Samples = Callable[[Record], list[dict[str, Any]]]
 _LOSSES: dict[str | None, statistics.Losses] = {}
 """Losses by window of the runs that this process read, by the digest of their samples."""
+_TESTS = ("p_value", "not_worse_p", "within_noise", "not_worse")
 
 
 class Comparisons:
@@ -144,9 +145,6 @@ def unbeaten(records: Sequence[Record], verdicts: Verdicts, size_of: Callable[[R
         if not (best and not verdicts.beats(record, best[-1])) and not any(verdicts.beats(o, record) for o in cheaper):
             best.append(record)
     return best
-
-
-_TESTS = ("p_value", "not_worse_p", "within_noise", "not_worse")
 
 
 def read_records(store: Store, keys: Collection[str] | None = None) -> tuple[list[Record], list[Broken]]:

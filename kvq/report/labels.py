@@ -25,6 +25,16 @@ from kvq.results.presets import departures_of, label_with, parse_label, part_of
 RATES = ("cq/4c9b", "cq/8c10b")
 """Presets with a slash that are a paper's method at one of its rates, which `bits` cannot choose."""
 ON_TEST_TEXT = "calibrated on the text under test"
+_WINDOWS = ("windows", "context", "stride", "scoring")
+_SCORED = {"generation": "as in generation", "parallel": "in parallel", "continuation": "as a continuation"}
+PREFERRED = ("smollm2_135m", "tiny_hard")
+"""Models in the order in which they are asked: a trained model of some size, then the embedded one with sinks."""
+FEWEST = 10
+"""Runs of perplexity that a preferred model must have."""
+_OWN = ("#E15759", "#4E79A7", "#F28E2B", "#76B7B2", "#59A14F", "#B07AA1", "#9C755F", "#86785F")
+"""Colours of methods that no palette names, by a hash of their names."""
+ENGINES = "engine"
+"""The folder of presets of inference engines' cache formats, each of which is a method of its own."""
 
 
 def labelled(store: Store, near: Collection[str] | None = None) -> tuple[list[Record], list[Broken]]:
@@ -92,10 +102,6 @@ def protocol_departures(run: Record) -> list[str]:
     return list(departures_of(run).protocol)
 
 
-_WINDOWS = ("windows", "context", "stride", "scoring")
-_SCORED = {"generation": "as in generation", "parallel": "in parallel", "continuation": "as a continuation"}
-
-
 def protocol(run: Record) -> str:
     """A run's protocol for a figure: windows and scoring where the task has them, and what departs from its presets."""
     given = part_of(run.config, "task")
@@ -110,12 +116,6 @@ def protocol(run: Record) -> str:
     return ", ".join([*words, *others])
 
 
-PREFERRED = ("smollm2_135m", "tiny_hard")
-"""Models in the order in which they are asked: a trained model of some size, then the embedded one with sinks."""
-FEWEST = 10
-"""Runs of perplexity that a preferred model must have."""
-
-
 def main_model(records: Iterable[Record]) -> str | None:
     """The first of `PREFERRED` with `FEWEST` runs of perplexity, else that with most, by name; None: no records."""
     records = list(records)
@@ -123,10 +123,6 @@ def main_model(records: Iterable[Record]) -> str | None:
     counts = counts or Counter(model_name(record.model) for record in records)
     most = min(counts, key=lambda name: (-counts[name], name), default=None)
     return next((name for name in PREFERRED if counts[name] >= FEWEST), most)
-
-
-_OWN = ("#E15759", "#4E79A7", "#F28E2B", "#76B7B2", "#59A14F", "#B07AA1", "#9C755F", "#86785F")
-"""Colours of methods that no palette names, by a hash of their names."""
 
 
 def read_with_plugins(path: Path) -> dict[str, Any]:
@@ -142,8 +138,6 @@ def read_with_plugins(path: Path) -> dict[str, Any]:
 _PALETTE = read_with_plugins(Path(__file__).with_name("palette.yaml"))
 FIRST: dict[str, str] = _PALETTE["first"]
 """Methods that most figures show; their lines are solid."""
-ENGINES = "engine"
-"""The folder of presets of inference engines' cache formats, each of which is a method of its own."""
 BY_ENGINE: dict[str, tuple[str, str]] = {name: tuple(known) for name, known in _PALETTE.get("engines", {}).items()}
 """By the beginning of a preset's name: the engine's name and colour."""
 

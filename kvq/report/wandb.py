@@ -42,6 +42,17 @@ _IN_CONFIG = (
     *("key", "baseline_key", "task", "model", "dataset", "method", "bits", "status", "reason"),
     *("units", "versions"),
 )
+# Nothing of this machine or its checkout is sent besides the record.
+_NOTHING_ELSE = {
+    **dict.fromkeys(("silent", "disable_git", "disable_job_creation"), True),
+    **dict.fromkeys(("x_disable_stats", "x_disable_meta", "x_disable_machine_info"), True),
+    **dict.fromkeys(("save_code", "x_save_requirements"), False),
+    "console": "off",
+    "host": "",
+}
+_given_up: set[str] = set()
+_sent: set[str] = set()
+"""Keys of the records that this process has sent."""
 
 
 def entry_of(record: Record, group: str | None = None) -> dict[str, Any]:
@@ -78,16 +89,6 @@ def sample_table(rows: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[lis
     columns = list(dict.fromkeys(name for row in rows for name in row))
     cells = [[row.get(name) for name in columns] for row in rows]
     return columns, [[v if isinstance(v, str | int | float | None) else json.dumps(v) for v in row] for row in cells]
-
-
-# Nothing of this machine or its checkout is sent besides the record.
-_NOTHING_ELSE = {
-    **dict.fromkeys(("silent", "disable_git", "disable_job_creation"), True),
-    **dict.fromkeys(("x_disable_stats", "x_disable_meta", "x_disable_machine_info"), True),
-    **dict.fromkeys(("save_code", "x_save_requirements"), False),
-    "console": "off",
-    "host": "",
-}
 
 
 class CannotTrack(KvqError):
@@ -231,11 +232,6 @@ def workspace_of(settings: WandbLogger, entity: str, records: Iterable[Record] =
         ],
         runset_settings=workspaces.RunsetSettings(pinned_columns=VIEW["columns"]),
     )
-
-
-_given_up: set[str] = set()
-_sent: set[str] = set()
-"""Keys of the records that this process has sent."""
 
 
 def track(settings: NoLogger | None, store: Store, record: Record) -> None:

@@ -34,6 +34,7 @@ BINS, LOW, HIGH = 100, -5.0, 5.0
 """Of Table 1: width 0.1."""
 STEPS = ("N", "NS", "NSN")
 ORACLE_SAMPLES = 4096
+ORACLE_DRAWS = 1000
 
 
 def nsn(x: States, step: str, chunk: int | None = 64) -> States:
@@ -128,9 +129,6 @@ def synthetic_cosine(tokens: int, head_dim: int, bits: int, codebook: str, seed:
     """`vector_cosine` of standard normal numbers, the reference for keys and values."""
     generator = torch.Generator().manual_seed(seed)
     return float(vector_cosine(torch.randn(1, 1, tokens, head_dim, generator=generator), bits, codebook))
-
-
-ORACLE_DRAWS = 1000
 
 
 def _rotated_by_rope(layer: LayerStates, x: Tensor, back: bool) -> Tensor:

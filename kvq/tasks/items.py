@@ -34,6 +34,9 @@ ROWS = 8
 """Prompts of a batch where `task.batch_size` is null."""
 TOKENS = 16_384
 """Tokens of a batch of several prompts, padding included, where `task.batch_size` is null."""
+T = TypeVar("T")
+Sample = dict[str, Any]
+_SHOWN = 8
 
 
 def has_room(prompts: int, longest: int, rows: int | None) -> bool:
@@ -78,12 +81,6 @@ def _join_prompts(read: Sequence[tuple[int, KVCache, Tensor]]) -> tuple[list[int
     """Join prompts that were read one by one to a batch: indices, cache and logits."""
     indices, caches, logits = zip(*read, strict=True)
     return list(indices), *Reader.join(caches, logits)
-
-
-T = TypeVar("T")
-Sample = dict[str, Any]
-
-_SHOWN = 8
 
 
 @dataclass(frozen=True)

@@ -35,6 +35,13 @@ from kvq.tasks.measurement import Baseline, Measurement, Task, averaged
 
 _STREAM = 3_141_592_653  # rotations, sketches and starts have small seeds: no state is drawn from the same generator
 _DRAWS = 1000
+SIDES = ("key", "value")
+COMPARED = ("key_mse", "key_ranking_error", "key_held_out_error", "value_mse")
+"""Errors that are compared with the other method's."""
+_OTHER = "_of_the_other"
+States = Float[Tensor, "1 heads tokens dim"]
+Fitted = tuple[Codec, Packed | None]
+"""A codec as it encodes the states of one place, and what the sequence stores already (its codebooks)."""
 
 
 @dataclass(frozen=True)
@@ -82,13 +89,6 @@ def mean_attention(
     """Attention weights over the tokens, as a mean over the head's queries, which all see all tokens."""
     scale = 1 / math.sqrt(key.shape[-1]) if scaling is None else scaling
     return torch.softmax(query @ key.mT * scale, -1).mean(2)
-
-
-SIDES = ("key", "value")
-COMPARED = ("key_mse", "key_ranking_error", "key_held_out_error", "value_mse")
-"""Errors that are compared with the other method's."""
-_OTHER = "_of_the_other"
-States = Float[Tensor, "1 heads tokens dim"]
 
 
 def check_known(inputs: Inputs, method: Method, drawn: bool) -> None:
@@ -158,10 +158,6 @@ def costs_of(side: str, codec: Codec, packed: Packed, before: Packed | None) -> 
         factors = sum(packed.parts[name].numel() for name in ("left", "right"))
         found["correction_share"] = factors / (packed.batch * packed.heads * packed.tokens * packed.head_dim)
     return found
-
-
-Fitted = tuple[Codec, Packed | None]
-"""A codec as it encodes the states of one place, and what the sequence stores already (its codebooks)."""
 
 
 def numbers_of(known: Known, fitted: Mapping[str, Fitted], other: Mapping[str, Fitted]) -> dict[str, float]:

@@ -33,8 +33,6 @@ from kvq.tasks.measurement import storage_metrics
 from kvq.tasks.reader import Logits, Pick, Reader, end_tokens, greedy, stop_at
 
 Tokens = tuple[int, ...]
-
-
 PROCESSORS: dict[str, Callable[[Any], transformers.LogitsProcessor]] = {
     "temperature": lambda value: transformers.TemperatureLogitsWarper(float(value)),
     "top_k": transformers.TopKLogitsWarper,

@@ -43,6 +43,8 @@ FIRST_LINE = frozenset({"trec", "triviaqa", "samsum", "lsht"})
 """Subsets of whose answers only the first line is scored, after leading newlines are removed."""
 _BLANK_LINE = frozenset({"triviaqa", "samsum"})  # between the examples and the question
 _ENDINGS = {"lcc": "\n", "repobench-p": "\n", "passage_count": " ", "passage_retrieval_en": " "}
+BUCKETS = (("0-4k", 4000), ("4-8k", 8000), ("8k+", None))
+"""LongBench-E's buckets by words of the context."""
 
 
 @dataclass(frozen=True)
@@ -132,10 +134,6 @@ def code_similarity(text: str, reference: str, **_: Any) -> float:
     lines = text.lstrip("\n").split("\n")
     code = next((line for line in lines if not any(mark in line for mark in ("`", "#", "//"))), "")
     return float(ratio(code, reference)) / 100
-
-
-BUCKETS = (("0-4k", 4000), ("4-8k", 8000), ("8k+", None))
-"""LongBench-E's buckets by words of the context."""
 
 
 @dataclass(frozen=True)

@@ -27,6 +27,22 @@ if TYPE_CHECKING:
     from kvq.models.inputs import Inputs
     from kvq.results.files import Journal
 
+_HOMES = {
+    **dict.fromkeys(("latency", "throughput"), "speed"),
+    **dict.fromkeys(("random_states", "model_states"), "known_states"),
+    **dict.fromkeys(("multimodal", "modality"), "multimodal"),
+    **dict.fromkeys(("error", "synthetic"), "error"),
+}
+"""Modules of this package with several tasks, which are in their `TASKS`; another has the name of its one `TASK`."""
+STORED = (
+    *("bits_per_element", "key_bits", "value_bits", "effective_bits", "packed_bytes", "total_bytes", "cached_tokens"),
+    *("index_bits", "index_entropy", "uncoded_bits"),
+)
+RECOMPRESSED = ("recompressed_tokens", "recompression_error")
+"""Of methods that encode packed tokens again with other bits."""
+STATES = ("state_bytes", "state_bits")
+"""Of models some of whose layers keep a state of fixed size; both are part of total bytes and effective bits."""
+
 
 @dataclass(frozen=True)
 class Baseline:
@@ -109,15 +125,6 @@ class Task:
     texts: Callable[[Inputs], list[str]] = text_of_dataset
 
 
-_HOMES = {
-    **dict.fromkeys(("latency", "throughput"), "speed"),
-    **dict.fromkeys(("random_states", "model_states"), "known_states"),
-    **dict.fromkeys(("multimodal", "modality"), "multimodal"),
-    **dict.fromkeys(("error", "synthetic"), "error"),
-}
-"""Modules of this package with several tasks, which are in their `TASKS`; another has the name of its one `TASK`."""
-
-
 def task_of(settings: TaskConfig) -> Task:
     """The task of these settings: in the module of its name in this package, or outside it as `module_of_task` says."""
     name, home = settings.name, module_of_task(settings)
@@ -150,16 +157,6 @@ def scored_rows(
     indices = {f"{kind} {index}": index for index in range(count)}
     rows = journaled(journal, indices, lambda item: score(indices[item]), f"{kind}s", kind)
     return rows, [{name: value for name, value in row.items() if name != "storage"} for row in rows]
-
-
-STORED = (
-    *("bits_per_element", "key_bits", "value_bits", "effective_bits", "packed_bytes", "total_bytes", "cached_tokens"),
-    *("index_bits", "index_entropy", "uncoded_bits"),
-)
-RECOMPRESSED = ("recompressed_tokens", "recompression_error")
-"""Of methods that encode packed tokens again with other bits."""
-STATES = ("state_bytes", "state_bits")
-"""Of models some of whose layers keep a state of fixed size; both are part of total bytes and effective bits."""
 
 
 def storage_metrics(cache: KVCache, sequences: int) -> dict[str, float]:

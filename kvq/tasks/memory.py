@@ -30,14 +30,14 @@ from kvq.results.metrics import metric_of
 from kvq.tasks.measurement import Baseline, Measurement, Task
 
 KINDS = ("codes", "scales", "norms", "shift", "other", "residual")
-
-
 _KIND_OF = {
     **dict.fromkeys(("codes", "signs", "values"), "codes"),
     **dict.fromkeys(("scale", "zero_point", "gain"), "scales"),
     "residual": "residual",
     "rest": "norms",
 }
+FP16 = torch.float16
+"""Dtype of the papers' reference and of the residual here, whatever the model's dtype."""
 
 
 def kind_of(part: str) -> str:
@@ -77,10 +77,6 @@ def layout(codec: Codec, tokens: int, heads: int, head_dim: int, dtype: torch.dt
 def plain_bytes(tokens: int, heads: int, head_dim: int, dtype: torch.dtype) -> int:
     """Bytes of keys or values of one layer in full precision."""
     return tokens * heads * head_dim * dtype.itemsize
-
-
-FP16 = torch.float16
-"""Dtype of the papers' reference and of the residual here, whatever the model's dtype."""
 
 
 def schedule(residual: ResidualSide, codec: Codec, tokens: int) -> tuple[int, int | None, bool]:

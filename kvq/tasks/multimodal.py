@@ -38,6 +38,11 @@ from kvq.tasks.reader import Reader, answer_text
 
 _SPACES = "HME100k"
 """The source of formulae, which OCRBench compares without spaces."""
+_BESIDE = ("input_ids", "attention_mask")
+SIDES = ("query", "key", "value")
+ALL = "all"
+_SPREADS = {"cv": "variation", "max_over_min": "max_over_min", "max_over_median": "max_over_median"}
+_QUANTILES = (0.0, 0.25, 0.5, 0.75, 1.0)
 
 
 @dataclass(frozen=True)
@@ -110,9 +115,6 @@ def _media(given: Any, folder: Path) -> bytes:
         given.save(stream, format="PNG")
         return stream.getvalue()
     raise DataError("no image")
-
-
-_BESIDE = ("input_ids", "attention_mask")
 
 
 def items_of(inputs: Inputs) -> tuple[list[MediaItem], dict[str, str]]:
@@ -226,12 +228,6 @@ def fingerprint(inputs: Inputs) -> str:
     # No item has choices, which earlier fingerprints name.
     rows = [[*list(vars(item).values())[:-1], (), hashlib.sha256(item.media).hexdigest()] for item in items]
     return items_fingerprint(inputs, [*rows, skipped])
-
-
-SIDES = ("query", "key", "value")
-ALL = "all"
-_SPREADS = {"cv": "variation", "max_over_min": "max_over_min", "max_over_median": "max_over_median"}
-_QUANTILES = (0.0, 0.25, 0.5, 0.75, 1.0)
 
 
 def norms_by_modality(loaded: MediaModel, tokens: Int[Tensor, " tokens"], layers: int = 0) -> list[dict[str, Any]]:

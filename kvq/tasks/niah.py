@@ -33,6 +33,8 @@ OUTCOMES = ("hit", "wrong_needle", "bit_mixing", "other")
 """What an answer can be."""
 RANDOM_STRINGS = 50
 """Random strings per item from which the rate of chance mixtures is estimated."""
+SHORTEST_PIECE = 2
+"""With pieces of one character, 87% of random digit strings would count as mixtures."""
 
 
 @dataclass(frozen=True)
@@ -179,10 +181,6 @@ def fingerprint(inputs: Inputs) -> str:
 
 
 TASK = Task(check, measure, fingerprint, texts=lambda inputs: decoded(inputs, haystack(inputs).streams))
-
-
-SHORTEST_PIECE = 2
-"""With pieces of one character, 87% of random digit strings would count as mixtures."""
 
 
 def is_mixture(answer: str, planted: Sequence[str]) -> bool:

@@ -42,6 +42,16 @@ from kvq.tasks.steps import Row, cache_maker, median_of, paired_ratio, step_metr
 
 SUBJECT = "method"
 """Name of the run's method among the subjects of a cell."""
+UNITS = {
+    "overhead_*": "%",
+    "cache_bytes_*": "bytes",
+    "prefill_share_*": "fraction",
+    "decode_share_*": "fraction",
+    "largest_batch": "requests",
+    "*over_*": "x",
+    "*tokens_per_second*": "tokens/s",
+    "*": "s",
+}
 
 
 def check_length(inputs: Inputs, setting: str, tokens: int, method: Method) -> None:
@@ -168,18 +178,6 @@ def paired_ratios(rows: list[Row], value: Callable[[Row], float], subject: str =
 def mean_of(rows: list[Row], subject: str, value: Callable[[Row], float]) -> float:
     """The mean over repeats of a subject."""
     return statistics.fmean(value(row) for row in rows if row["subject"] == subject)
-
-
-UNITS = {
-    "overhead_*": "%",
-    "cache_bytes_*": "bytes",
-    "prefill_share_*": "fraction",
-    "decode_share_*": "fraction",
-    "largest_batch": "requests",
-    "*over_*": "x",
-    "*tokens_per_second*": "tokens/s",
-    "*": "s",
-}
 
 
 def measure_latency(inputs: Inputs, method: Method, baseline: Baseline | None, journal: Journal) -> Measurement:

@@ -31,6 +31,17 @@ from kvq.methods.method import Method
 from kvq.models.load import LoadedModel
 from kvq.results.provenance import now, timed
 
+PREFILL, DECODE = "watched", "watched_decode"
+"""Names of the watched prefill and decoding among the subjects of a cell."""
+PLAIN = "without_norms"
+"""Name of the method without token norms among the subjects of a cell."""
+NORMS = "norms"
+_WHOLE = "attention"
+Step = Callable[..., AbstractContextManager[None]]
+"""Opened around a step, by its names: it keeps the seconds."""
+Row = dict[str, Any]
+"""One repeat of a subject, as `kvq.tasks.speed.cell` gives it."""
+
 
 class PerHeadCodec(Codec):
     """Decodes each head of each sequence on its own, in a Python loop."""
@@ -75,16 +86,6 @@ def cache_maker(regime: Regime, loaded: LoadedModel, method: Method) -> Callable
         method = dataclasses.replace(method, key=key, value=value)
     kept, attention = regime is Regime.kept, "packed" if regime is Regime.packed else "dense"
     return lambda: KVCache(loaded, method, keep_decoded=kept, attention=attention)
-
-
-PREFILL, DECODE = "watched", "watched_decode"
-"""Names of the watched prefill and decoding among the subjects of a cell."""
-PLAIN = "without_norms"
-"""Name of the method without token norms among the subjects of a cell."""
-NORMS = "norms"
-_WHOLE = "attention"
-Step = Callable[..., AbstractContextManager[None]]
-"""Opened around a step, by its names: it keeps the seconds."""
 
 
 def watch_codecs(method: Method, step: Step) -> None:
@@ -149,10 +150,6 @@ def watched_decode(loaded: LoadedModel, method: Method, prompt: Tensor, new_toke
         took = sum(decode(loaded, cache, token, new_tokens))
     each = {step: seconds / new_tokens for step, seconds in steps.items()}
     return {"step_seconds_mean": took / new_tokens, "steps": each}
-
-
-Row = dict[str, Any]
-"""One repeat of a subject, as `kvq.tasks.speed.cell` gives it."""
 
 
 def median_of(rows: list[Row], subject: str, value: Callable[[Row], float]) -> float:

@@ -40,6 +40,19 @@ _DPI = 160
 _STYLE = matplotlib.rc_params_from_file(Path(__file__).parent / "kvq.mplstyle", use_default_template=False)
 # No dates and versions, so that the same records give the same bytes.
 _METADATA: dict[str, dict[str, Any]] = {"pdf": {"CreationDate": None, "Producer": None}, "png": {"Software": None}}
+INDEX = "index.md"
+_BEGIN = (
+    "Drawn from the records by `make figures`, each with its numbers; changes here are overwritten. A checkout",
+    "has this list and the figures that pages show. Tables are in [tables](../tables/index.md).",
+)
+Draw = Callable[..., Figure]
+Names = Mapping[Any, str]
+Numbers = pd.DataFrame | Mapping[tuple[str, str], pd.DataFrame]
+"""The numbers of a figure, or of several by what stands for `{name}` in their files' names and `{what}` in titles."""
+KINDS: list[Kind] = []
+"""Every kind in the order of the index: that in which its module was imported."""
+GREY = "#999999"
+_CHARACTERS_PER_INCH = 16  # of a title, on average
 
 
 def style() -> AbstractContextManager[None]:
@@ -129,17 +142,6 @@ def save(made: Figure, numbers: pd.DataFrame, folder: Path, stem: str) -> list[P
     return write_files("figures", folder, {f"{stem}.{kind}": content for kind, content in files.items()})
 
 
-INDEX = "index.md"
-_BEGIN = (
-    "Drawn from the records by `make figures`, each with its numbers; changes here are overwritten. A checkout",
-    "has this list and the figures that pages show. Tables are in [tables](../tables/index.md).",
-)
-Draw = Callable[..., Figure]
-Names = Mapping[Any, str]
-Numbers = pd.DataFrame | Mapping[tuple[str, str], pd.DataFrame]
-"""The numbers of a figure, or of several by what stands for `{name}` in their files' names and `{what}` in titles."""
-
-
 @dataclass(frozen=True)
 class Kind:
     """A kind of figure, as `register_figure` describes it."""
@@ -156,10 +158,6 @@ class Kind:
     def name(self) -> str:
         """How the names of its figures begin."""
         return self.stem.partition("{")[0].rstrip("-")
-
-
-KINDS: list[Kind] = []
-"""Every kind in the order of the index: that in which its module was imported."""
 
 
 def register_figure(
@@ -239,10 +237,6 @@ def drawn_figures(folder: Path) -> list[str]:
         return sorted(re.findall(r"\[PNG\]\((.+?)\.png\)", (folder / INDEX).read_text(encoding="utf-8")))
     except FileNotFoundError:
         return []
-
-
-GREY = "#999999"
-_CHARACTERS_PER_INCH = 16  # of a title, on average
 
 
 def titled(draw: Draw) -> Draw:

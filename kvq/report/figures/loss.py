@@ -31,10 +31,12 @@ _MOST_BARS = 12
 _MOST_PANELS = 4
 _RATES = 6
 """A method's variants are drawn over measured bits where they have so many different ones, to a tenth of a bit."""
-
-
 RULES = f"{FRONTIER_RULE} {NOISE_RULE}"
 _EFFECTIVE, _MEASURED = "effective_bits", "bits_per_element"
+# Offsets of a label from its ring in points; the first without an overlap is taken. matplotlib avoids no overlaps.
+_SIDES = ((-6.0, -5.0), (-6.0, 5.0), (-6.0, -12.0), (6.0, 7.0), (-6.0, 12.0), (6.0, 14.0))
+# Font size of a label, and the approximate width and height of a panel, in points.
+_NAME, _PANEL = 5.5, (200, 155)
 
 
 def runs_table(
@@ -170,12 +172,6 @@ def _draw_frontier(axis: Any, known: pd.DataFrame, named: Sequence[str]) -> None
         look = {"fontsize": _NAME, "color": colour_of(run["method"]) if own else "black", "va": "center"}
         place = {"xytext": (across, up), "textcoords": "offset points", "ha": "right" if across < 0 else "left"}
         axis.annotate(text, (run[_EFFECTIVE], run["delta_nll"]), **place, **look)
-
-
-# Offsets of a label from its ring in points; the first without an overlap is taken. matplotlib avoids no overlaps.
-_SIDES = ((-6.0, -5.0), (-6.0, 5.0), (-6.0, -12.0), (6.0, 7.0), (-6.0, 12.0), (6.0, 14.0))
-# Font size of a label, and the approximate width and height of a panel, in points.
-_NAME, _PANEL = 5.5, (200, 155)
 
 
 def split_variants(table: Table, _: Store | None = None) -> dict[tuple[str, str], pd.DataFrame]:

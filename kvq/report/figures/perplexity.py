@@ -22,6 +22,9 @@ from kvq.results.noise import NOISE_RULE
 # Methods of a figure one column wide; how far apart the first and the last of a width are drawn, in bits.
 _FEW, _ASIDE = 6, 0.3
 _FEWEST_WIDTHS = 3
+_OUTCOMES = ("hit", "wrong_needle", "bit_mixing", "other")
+# Inches: a panel across and up at least, a cell of it up, the names of methods, what stands above and below the panels.
+_ACROSS, _UP, _CELL, _LETTER, _AROUND = 1.15, 0.55, 0.11, 0.062, 1.25
 
 
 def run_name(method: object, bits: object) -> str:
@@ -74,11 +77,6 @@ def valley_figure(table: pd.DataFrame) -> Figure:
     draw.dress(axis, *words, grid="both", whole=True)
     draw.legend_below(made, axis, columns, handlelength=2.6)
     return made
-
-
-_OUTCOMES = ("hit", "wrong_needle", "bit_mixing", "other")
-# Inches: a panel across and up at least, a cell of it up, the names of methods, what stands above and below the panels.
-_ACROSS, _UP, _CELL, _LETTER, _AROUND = 1.15, 0.55, 0.11, 0.062, 1.25
 
 
 def needle_grid(table: Table, store: Store) -> pd.DataFrame:

@@ -30,6 +30,11 @@ _HASH, _SLUG = 40, 150
 Stale = Callable[[Record], bool]
 """Whether a version of a record is out of date."""
 _WEIGHTS = {"model.fingerprint": "weights", "dataset.fingerprint": "text"}
+TASK = "generate"
+FRAME_METRICS: list[str] = LISTED["frame"]
+"""Metrics that have a column; the others are in `kvq.results.Record.metrics`."""
+_SETTINGS = ("scoring", "windows", "context", "stride", "max_windows", "lengths")
+_MACHINE = ("peak_memory_bytes", "device", "cpu", "started")
 
 
 def build_tables(
@@ -204,9 +209,6 @@ def _list_settings(run: Record, records: Sequence[Record]) -> tuple[str, ...]:
     return tuple(lines)
 
 
-TASK = "generate"
-
-
 def texts_of(rows: Sequence[Row], samples: Callable[[Record], list[dict[str, Any]]]) -> Texts | None:
     """The texts of the runs of a table, from their stored samples; None where they wrote none, or these are gone."""
     found = []
@@ -231,12 +233,6 @@ def _compare_text(row: Row, text: str, full: str | None) -> Continuation:
     cut = len(rest) - len(re.sub(r"^\s*\S*", "", rest))
     shared = f"{metrics.get('same_tokens', 0):.0f} of {metrics.get('new_tokens', 0):.0f} tokens as full precision"
     return Continuation(name, shared, same, rest[:cut], rest[cut:])
-
-
-FRAME_METRICS: list[str] = LISTED["frame"]
-"""Metrics that have a column; the others are in `kvq.results.Record.metrics`."""
-_SETTINGS = ("scoring", "windows", "context", "stride", "max_windows", "lengths")
-_MACHINE = ("peak_memory_bytes", "device", "cpu", "started")
 
 
 def load_results(folder: str | Path = "results") -> pd.DataFrame:

@@ -30,6 +30,27 @@ from kvq.results import Store
 PACKAGES = ("array", "booktabs", "longtable", "pdflscape", "textcomp")
 PREAMBLE = "% needs " + "".join(f"\\usepackage{{{name}}}" for name in PACKAGES)
 _MINUS = re.compile(r"(?<![0-9A-Za-z.])-(?=[0-9])")
+INDEX = "index.md"
+_BEGIN = """\
+# Tables
+
+Made from the records by `make tables`, which writes each as CSV and LaTeX too; changes here are
+overwritten. The papers' tables, measured beside published, are in [experiments](experiments/index.md);
+figures in [figures](../figures/index.md)."""
+# The names `write_tables` gives: nothing else in the folder is ever removed.
+_OURS = re.compile(r"\]\(([A-Za-z0-9._-]+\.md)#([A-Za-z0-9._-]+-[0-9a-f]{8})\)")
+_LATEX = str.maketrans(yaml.safe_load((Path(__file__).parents[1] / "latex.yaml").read_text(encoding="utf-8")))
+# Letters that pdflatex knows in any encoding of fonts. What is neither here nor above is named by its number, so that
+# a name in another script compiles.
+_UNKNOWN = re.compile(r"[^\x00-\x7fÀ-ÏÑ-ÖØ-Ýß-ïñ-öø-ýÿ]")
+# An underscore between letters or digits starts no emphasis, and names stay readable as they are.
+_MARKDOWN = re.compile(r"[\\`*\[\]|~$]|(?<![A-Za-z0-9])_|_(?![A-Za-z0-9])")
+# Columns that a narrow terminal leaves out first (then from the right); how many first columns always stay, and the
+# blanks behind a column.
+_LEFT_OUT = ("p99", "Δppl", "Meas.", "Top-1%", "KL")
+_KEPT, _BETWEEN = 5, 2
+_SHOWN_PROMPT = 160  # characters of a prompt's end
+MARK = "▶"  # before the first word that differs
 
 
 def landscape(sheet: layout.Sheet) -> str:
@@ -146,16 +167,7 @@ def index(tables: layout.Tables) -> str:
     return "\n".join(lines) + "\n"
 
 
-INDEX = "index.md"
-_BEGIN = """\
-# Tables
-
-Made from the records by `make tables`, which writes each as CSV and LaTeX too; changes here are
-overwritten. The papers' tables, measured beside published, are in [experiments](experiments/index.md);
-figures in [figures](../figures/index.md)."""
 _FORMATS = {"csv": csv, "tex": latex}
-# The names `write_tables` gives: nothing else in the folder is ever removed.
-_OURS = re.compile(r"\]\(([A-Za-z0-9._-]+\.md)#([A-Za-z0-9._-]+-[0-9a-f]{8})\)")
 
 
 def write_tables(store: Store, out_dir: str | os.PathLike[str], *, tables: layout.Tables | None = None) -> list[Path]:
@@ -176,14 +188,6 @@ def write_tables(store: Store, out_dir: str | os.PathLike[str], *, tables: layou
     except OSError as error:
         raise RecordError(f"tables: cannot write under '{folder}': {reason_of(error)}") from error
     return paths
-
-
-_LATEX = str.maketrans(yaml.safe_load((Path(__file__).parents[1] / "latex.yaml").read_text(encoding="utf-8")))
-# Letters that pdflatex knows in any encoding of fonts. What is neither here nor above is named by its number, so that
-# a name in another script compiles.
-_UNKNOWN = re.compile(r"[^\x00-\x7fÀ-ÏÑ-ÖØ-Ýß-ïñ-öø-ýÿ]")
-# An underscore between letters or digits starts no emphasis, and names stay readable as they are.
-_MARKDOWN = re.compile(r"[\\`*\[\]|~$]|(?<![A-Za-z0-9])_|_(?![A-Za-z0-9])")
 
 
 def one_line(text: str) -> str:
@@ -230,14 +234,6 @@ def escape_latex(text: str) -> str:
     # Two hyphens make a dash of another length.
     escaped = one_line(text).translate(_LATEX).replace("--", "-{}-").replace("--", "-{}-")
     return _UNKNOWN.sub(lambda found: rf"\texttt{{U+{ord(found[0]):04X}}}", escaped)
-
-
-# Columns that a narrow terminal leaves out first (then from the right); how many first columns always stay, and the
-# blanks behind a column.
-_LEFT_OUT = ("p99", "Δppl", "Meas.", "Top-1%", "KL")
-_KEPT, _BETWEEN = 5, 2
-_SHOWN_PROMPT = 160  # characters of a prompt's end
-MARK = "▶"  # before the first word that differs
 
 
 def _plain(text: str, style: str = "") -> RichText:

@@ -14,6 +14,15 @@ from kvq.report.labels import read_with_plugins
 from kvq.results import Broken, Record
 from kvq.results.metrics import AT_LENGTH, IN_FLIGHT, METRICS, Metric, length_of, metric_of, total_bits
 
+DASH = "–"
+UNQUANTIZED = "nothing quantized"
+"""Shown in place of a difference from full precision where no token was quantized."""
+LISTED = read_with_plugins(Path(__file__).with_name("columns.yaml"))
+"""What tables show."""
+# Most columns of parts (lengths, subsets, tasks) that a table shows; more stand in its CSV.
+_SHOWN_PARTS = 8
+_PART = re.compile(r"(?P<name>\w+)\[(?P<part>length|subset|task|bucket|turn)=(?P<value>.+)\]")
+
 
 @dataclass(frozen=True)
 class Row:
@@ -144,11 +153,6 @@ class Tables:
     broken: tuple[Broken, ...] = ()
 
 
-DASH = "–"
-UNQUANTIZED = "nothing quantized"
-"""Shown in place of a difference from full precision where no token was quantized."""
-
-
 class Column(NamedTuple):
     """A column: its title with the unit, a short one for a terminal, the text of its cells."""
 
@@ -215,13 +219,6 @@ _WITH_TABLES = (
     Column("Tables pay from (tokens in flight; against)", "Pays from", lambda row: row.pays_text),
 )
 _TOKENS = Column("Tokens", "Tokens", lambda row: DASH if row.tokens is None else f"{row.tokens:,}")
-
-
-LISTED = read_with_plugins(Path(__file__).with_name("columns.yaml"))
-"""What tables show."""
-# Most columns of parts (lengths, subsets, tasks) that a table shows; more stand in its CSV.
-_SHOWN_PARTS = 8
-_PART = re.compile(r"(?P<name>\w+)\[(?P<part>length|subset|task|bucket|turn)=(?P<value>.+)\]")
 
 
 def measured(table: Table) -> list[Column]:

@@ -19,6 +19,16 @@ from kvq.results.statistics import spearman
 
 FILE = "paper_results.csv"
 AXES = ("model", "method", "setting", "dataset", "metric")
+MAIN_METRICS = ("score", "accuracy", "perplexity")
+_PARTS = "mean over parts of "
+_FOLLOWING: dict[str, Callable[[float], float | None]] = {
+    "milliseconds of ": lambda seconds: 1000 * seconds,
+    "overhead in percent of ": lambda ratio: 100 * (ratio - 1),
+    "percent of ": lambda share: 100 * share,
+    "factor of ": lambda share: 1 / (1 - share) if share < 1 else None,
+}
+Known = Mapping[str, Record]
+"""Records by key, among them those of full precision."""
 
 
 class Published(NamedTuple):
@@ -79,18 +89,6 @@ def read_reference(path: Path | None = None) -> Reference:
         return Reference([Published._make((*about, float(value), note)) for *about, value, note in lines])
     except (OSError, KeyError, ValueError) as error:
         raise RecordError(f"published figures: cannot read '{path}': {reason_of(error)}") from error
-
-
-MAIN_METRICS = ("score", "accuracy", "perplexity")
-_PARTS = "mean over parts of "
-_FOLLOWING: dict[str, Callable[[float], float | None]] = {
-    "milliseconds of ": lambda seconds: 1000 * seconds,
-    "overhead in percent of ": lambda ratio: 100 * (ratio - 1),
-    "percent of ": lambda share: 100 * share,
-    "factor of ": lambda share: 1 / (1 - share) if share < 1 else None,
-}
-Known = Mapping[str, Record]
-"""Records by key, among them those of full precision."""
 
 
 def read_metric(record: Record, metric: str) -> float | None:
