@@ -37,8 +37,7 @@ if TYPE_CHECKING:
     from omegaconf import DictConfig
 
     from kvq.config import Config
-    from kvq.runs import Baselines
-    from kvq.sweep import Sweep, SweepPlan
+    from kvq.runs import Baselines, Sweep, SweepPlan
 
 OK, RUN_FAILED, BAD_INPUT = 0, 1, 2
 _DEBUG = "KVQ_DEBUG"
@@ -80,7 +79,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     global _session
     _session = _Session()
-    given = _flags_first(with_current_names(sys.argv[1:] if argv is None else argv))
+    words = with_current_names(sys.argv[1:] if argv is None else argv)
+    # argparse takes only overrides before the first flag or after the last.
+    overrides = [word for word in words if word.startswith("~") or ("=" in word and not word.startswith("-"))]
+    given = [*(word for word in words if word not in overrides), *overrides]
     if "--version" in given:
         print(f"kvq {__version__}")
         return OK
@@ -120,12 +122,6 @@ def _run(given: Sequence[str], overrides: Sequence[str]) -> int:
     return RUN_FAILED if _session.failed else OK
 
 
-def _flags_first(given: Sequence[str]) -> list[str]:
-    """Move overrides after flags: argparse takes only those before the first flag or after the last."""
-    overrides = [word for word in given if word.startswith("~") or ("=" in word and not word.startswith("-"))]
-    return [*(word for word in given if word not in overrides), *overrides]
-
-
 def _flags(given: Sequence[str]) -> argparse.Namespace:
     """Hydra's flags and the overrides; argparse's answer to a wrong flag is raised without its page."""
     said = io.StringIO()
@@ -150,11 +146,11 @@ def _hydra_environment(given: Sequence[str]) -> Iterator[None]:
             yield
 
 
-def _measuring() -> tuple[ModuleType, ModuleType]:
-    """The modules that measure, imported when the first run needs them."""
-    from kvq import runs, sweep  # takes seconds, so a mistyped name is reported before
+def _measuring() -> ModuleType:
+    """The module that measures, imported when the first run needs it."""
+    from kvq import runs  # takes seconds, so a mistyped name is reported before
 
-    return runs, sweep
+    return runs
 
 
 def _job(cfg: DictConfig) -> None:
@@ -185,12 +181,12 @@ def _measure(cfg: DictConfig, several: bool) -> None:
     limits, bits = config.method.bits_range, config.parsed_bits
     if limits is not None and bits is not None and not (config.plan or config.method.bits_by_layer):
         check_range(config.method.name, limits, bits, config.method.real_bits)
-    runs, sweep = _measuring()
+    runs = _measuring()
     if config.plan:
-        _session.plan = _session.plan or sweep.SweepPlan()
+        _session.plan = _session.plan or runs.SweepPlan()
         _session.plan.add(config)
         return
-    _session.sweep = _session.sweep or sweep.Sweep(len(_session.jobs) or 1)
+    _session.sweep = _session.sweep or runs.Sweep(len(_session.jobs) or 1)
     record = None
     try:
         record = runs.run(config, partial(_alone, config), _session.baselines)

@@ -1,10 +1,11 @@
-"""One run: name it, look its record up, else build the method, measure and write the record."""
+"""A run: its name, its record, else method, measurement and record; what a command with several prints."""
 
 from __future__ import annotations
 
 import functools
 import json
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -12,15 +13,17 @@ from datetime import datetime
 from typing import Any
 
 import torch
+from rich.console import Console
+from tqdm import tqdm
 
 from kvq.calibration import files, text
 from kvq.calibration.fit import load_or_fit
 from kvq.config import Config, full_precision
-from kvq.config.identity import canonical, names
+from kvq.config.identity import by_names, canonical, names
 from kvq.config.run import CpuLinear
 from kvq.config.tasks import is_timed
 from kvq.data.rows import describe_source
-from kvq.errors import KvqError, RecordError, Unsupported, printable
+from kvq.errors import DataError, KvqError, RecordError, Unsupported, printable
 from kvq.methods.build import method_of
 from kvq.methods.method import Method, bind_kept_keys
 from kvq.models.inputs import Inputs
@@ -29,6 +32,8 @@ from kvq.models.load import text_config_of
 from kvq.models.placing import full_fp32_products, onednn_linear
 from kvq.models.shapes import cache_shape
 from kvq.models.weights import rounded_weights
+from kvq.report.tables.formats import print_tables
+from kvq.report.wandb import track
 from kvq.results import Provenance, Record, Store, run_key
 from kvq.results.files import Journal
 from kvq.results.metrics import units_of
@@ -283,3 +288,78 @@ def _collect_provenance(
         wall_seconds=clock,
         peak_memory_bytes=memory.read(),
     )
+
+
+class Sweep:
+    """The runs of one command: `add` each, then `finish`."""
+
+    def __init__(self, total: int) -> None:
+        shown = None if total > 1 else True
+        self._bar = tqdm(total=total, desc="sweep", unit="run", disable=shown, position=1, leave=False)
+        self._keys: dict[str, set[str]] = {}
+
+    def add(self, config: Config, record: Record | None) -> None:
+        """Count a run as finished and send its record to the `logger`; None: it left no record."""
+        if record is not None:
+            self._keys.setdefault(config.results_dir, set()).add(record.key)
+            track(config.logger, Store(config.results_dir), record)
+        self._bar.update()
+
+    def finish(self) -> None:
+        """Print the tables of the runs that were added, each with its full-precision run."""
+        self._bar.close()
+        for folder, keys in self._keys.items():
+            print_tables(Store(folder), Console(), keys=keys)
+
+
+class SweepPlan:
+    """Prints the state of each run that a command would start; starts none."""
+
+    def __init__(self) -> None:
+        self._seen: set[str] = set()
+        self._counts: Counter[str] = Counter()
+
+    def add(self, config: Config) -> None:
+        """Print the state of this run and of its full-precision run, such as done, partly done, stale or pending."""
+        if not config.method.is_full_precision:
+            self._say(full_precision(config))
+        self._say(config)
+
+    def _say(self, config: Config) -> None:
+        """Print the state of a run, once."""
+        prepared = Prepared(config)
+        try:
+            key = prepared.key
+        except DataError as error:
+            # The number of runs is also known for a model or data that are not available here.
+            name = repr((config.model, config.dataset, by_names(config)))
+            if name not in self._seen:
+                self._seen.add(name)
+                self._count(config, "unknown", str(error))
+            return
+        if key in self._seen:
+            return
+        self._seen.add(key)
+        state, why, _ = prepared.state
+        try:
+            calibrates = prepared.needs_calibration
+        except Unsupported as error:
+            state, why, calibrates = "unsupported", str(error), False
+        if config.force and state == "done":
+            state, why = "pending", "force=true"
+        if state in ("pending", "stale", "failed") and not config.force and (scored := prepared.scored):
+            state, why = "partly done", f"{scored} scored before it was interrupted"
+        elif state in ("pending", "stale") and not why and calibrates:
+            why = "to be calibrated"
+        self._count(config, state, f"[{key[:12]}]{'  ' + why if why else ''}")
+
+    def _count(self, config: Config, state: str, why: str) -> None:
+        """Count a run under its state and print its line."""
+        self._counts[state] += 1
+        bits = config.bits_label or "fixed"
+        name = f"{config.method.name} bits={bits}  {config.model.name} {config.dataset.name} {config.task.name}"
+        print(printable(f"{state:<13}{name}  {why}"))
+
+    def finish(self) -> None:
+        """Print how many runs have each state."""
+        print("plan: " + (", ".join(f"{count} {state}" for state, count in sorted(self._counts.items())) or "nothing"))

@@ -27,7 +27,6 @@ CACHE = KERNELS | {"cache", "models", "results"}
 METHODS = CACHE | {"methods"}
 DIAGNOSTICS = CODECS | {"diagnostics"}
 TASKS = METHODS | INPUTS | DIAGNOSTICS | {"calibration", "results", "tasks"}
-RUNS = TASKS
 ALLOWED = {
     "errors": set(),
     "entry": {"config"},
@@ -45,9 +44,8 @@ ALLOWED = {
     "calibration": METHODS | INPUTS | {"results"},
     "report": {"config", "results"},
     "papers": {"config", "report", "results"},
-    "runs": RUNS,
-    "sweep": RUNS | {"report", "runs"},
-    "cli": {"config", "papers", "runs", "sweep", "__version__"},
+    "runs": TASKS | {"report"},
+    "cli": {"config", "papers", "runs", "__version__"},
     "__init__": {"cache", "calibration", "methods", "report"},
 }
 

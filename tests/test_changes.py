@@ -153,7 +153,7 @@ CHANGES = {
         4,
     ),
     "a figure": Change(
-        {"kvq/report/figures/perplexity.py": behind(FIGURE)},
+        {"kvq/report/figures/loss.py": behind(FIGURE)},
         "from kvq.report.figures.every import kinds; assert any(kind.stem == 'half-{run}' for kind in kinds())",
         1,
     ),

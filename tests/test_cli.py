@@ -22,7 +22,7 @@ UNSUPPORTED = SimpleNamespace(status="unsupported", reason="bits=7: not today")
 
 
 class FakeRunner:
-    """Stands for `kvq.runs` and `kvq.sweep`; keeps the calls.
+    """Stands for `kvq.runs`; keeps the calls.
 
     `bits=7` is unsupported, `seed=7` fails, `seed=8` is a bug.
     """
@@ -56,7 +56,7 @@ class FakeRunner:
 @pytest.fixture
 def runner(monkeypatch, tmp_path):
     fake = FakeRunner()
-    monkeypatch.setattr(cli, "_measuring", lambda: (fake, fake))
+    monkeypatch.setattr(cli, "_measuring", lambda: fake)
     monkeypatch.delenv("KVQ_DEBUG", raising=False)
     monkeypatch.chdir(tmp_path)
     return fake

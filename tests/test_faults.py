@@ -23,7 +23,7 @@ SWEEP = ["-m", "method=nsn,rtn", "bits=2,3"]
 
 # Importing takes seconds and torch's threads do not survive a fork: a server imports once and forks clean children.
 _server = multiprocessing.get_context("forkserver")
-_server.set_forkserver_preload(["conftest", "tests.test_faults", "kvq.runs", "kvq.sweep"])
+_server.set_forkserver_preload(["conftest", "tests.test_faults", "kvq.runs"])
 
 
 def _command(words: list[str], log: Path | None = None) -> None:

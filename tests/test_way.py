@@ -79,7 +79,7 @@ WAY = [
     ("kvq.tasks.ppl", "run_ppl"),
     ("kvq.results.statistics", "delta_nll_of_samples"),
     ("kvq.results.store", "put"),
-    ("kvq.sweep", "finish"),
+    ("kvq.runs", "finish"),
 ]
 """The hops of a run, in the order in which each is first called."""
 

@@ -19,8 +19,7 @@ import yaml
 from jaxtyping import Int
 from torch import Tensor
 
-from kvq.data.embedded import text_fingerprint
-from kvq.data.rows import read_joined_text, read_rows
+from kvq.data.rows import read_joined_text, read_rows, text_fingerprint
 from kvq.errors import ConfigError, DataError
 
 if TYPE_CHECKING:

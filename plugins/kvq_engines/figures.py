@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import pandas as pd
 
 from kvq.report.figures.drawing import colour, dress, marker, name_rows, panels, register_figure
-from kvq.report.figures.perplexity import run_name
+from kvq.report.figures.loss import run_name
 from kvq.report.tables.layout import Table
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ import yaml
 from kvq.codecs.lloyd_max import density
 from kvq.report.figures import drawing as draw
 from kvq.report.figures.error import bars
-from kvq.report.figures.perplexity import run_name
+from kvq.report.figures.loss import run_name
 from kvq.report.labels import named
 from kvq.results import Record, Store, run_key
 from kvq.results.metrics import metric_of

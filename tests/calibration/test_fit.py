@@ -18,7 +18,7 @@ from kvq.calibration.text import calibration_text, dataset_of, load_text
 from kvq.cli import main
 from kvq.config import compose, resolve
 from kvq.config.method import CalibrationConfig
-from kvq.data.embedded import find_modules, is_in_split, load_corpus
+from kvq.data.rows import find_modules, is_in_split, load_corpus
 from kvq.data.text import encode, load_tokens
 from kvq.errors import ConfigError, DataError, Unsupported
 from kvq.models.inputs import Inputs

@@ -20,8 +20,7 @@ import kvq.data.rows
 from kvq.cli import main
 from kvq.config import DatasetConfig, Loader, ModelConfig
 from kvq.data import rows
-from kvq.data.embedded import load_corpus
-from kvq.data.rows import read_joined_text
+from kvq.data.rows import load_corpus, read_joined_text
 from kvq.data.text import load_tokens
 from kvq.errors import ConfigError, DataError
 from kvq.models.load import load_tokenizer

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from experiments.models.tiny_model.evaluation import bits_per_byte, needle_accuracy
 from kvq.data import embedded
-from kvq.data.embedded import contains_any, extract_docstrings, index_by_anchor, is_in_split, load_corpus, normalize
+from kvq.data.rows import contains_any, extract_docstrings, index_by_anchor, is_in_split, load_corpus, normalize
 from kvq.errors import ConfigError
 
 FOLDER = Path(__file__).parents[2] / "kvq" / "models" / "tiny"

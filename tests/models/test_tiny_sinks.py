@@ -20,7 +20,7 @@ import kvq
 from kvq.config import Dtype, ModelConfig, OutliersConfig, compose, resolve
 from kvq.config.identity import canonical
 from kvq.config.limits import file_hash
-from kvq.data.embedded import load_corpus
+from kvq.data.rows import load_corpus
 from kvq.errors import ConfigError, DataError, Unsupported
 from kvq.models.folder import delta_folder, model_folder
 from kvq.models.load import LoadedModel, load_model, load_tokenizer, model_fingerprint

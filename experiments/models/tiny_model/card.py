@@ -12,7 +12,7 @@ import matplotlib
 from matplotlib.figure import Figure
 from transformers import PreTrainedModel
 
-from kvq.data.embedded import PACKAGES, load_corpus
+from kvq.data.rows import PACKAGES, load_corpus
 from tiny_model.corpus import TrainingData
 from tiny_model.recipe import Recipe, Stage
 from tiny_model.training import CURVE_STEPS, WATCHED, State
@@ -176,7 +176,7 @@ def _data_and_losses(card: dict[str, Any], curve: str) -> str:
     versions = ", ".join(f"{name} {number}" for name, number in card["versions"].items())
     return f"""## Data
 
-Docstrings and sources of the installed packages (`kvq/data/embedded.py`), of which whole modules are held out by a hash
+Docstrings and sources of the installed packages (`kvq/data/rows.py`), of which whole modules are held out by a hash
 of their path. To train on: {trained}; read were {read}.
 
 {text_hashes(data)}

@@ -12,7 +12,7 @@ from jaxtyping import Float, Int
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from kvq.data.embedded import Corpus, load_corpus
+from kvq.data.rows import Corpus, load_corpus
 from kvq.data.text import draw_needles, plant_needles
 from tiny_model.recipe import Recipe, Stage
 

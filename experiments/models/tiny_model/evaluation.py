@@ -10,7 +10,7 @@ from jaxtyping import Int
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from kvq.data.embedded import load_corpus
+from kvq.data.rows import load_corpus
 from kvq.data.text import build_needle_prompt, draw_needles
 
 

@@ -24,7 +24,7 @@ from kvq.config import plugins
 from kvq.errors import printable
 from kvq.report import command
 from kvq.report.comparisons import read_records
-from kvq.report.figures import distribution, error, loss, norms, over_models, perplexity
+from kvq.report.figures import distribution, error, loss, over_models
 from kvq.report.figures.drawing import KINDS, Drawing, Kind, write_drawings
 from kvq.report.labels import label, model_name, named, protocol_departures
 from kvq.report.tables.build import build_tables
@@ -32,7 +32,7 @@ from kvq.report.tables.layout import Table
 from kvq.results import Record, Store, run_key
 from kvq.results.presets import PROTOCOL
 
-MODULES = (loss, perplexity, over_models, error, norms, distribution)
+MODULES = (loss, over_models, error, distribution)
 _KNOWN_STATES = ("random_states", "model_states")
 
 

@@ -40,8 +40,8 @@ from kvq.report.figures.error import (
 )
 from kvq.report.figures.every import drawings
 from kvq.report.figures.every import main as figures_main
+from kvq.report.figures.loss import valley_table
 from kvq.report.figures.over_models import dispersion_table, scatter_figure, split_scatters
-from kvq.report.figures.perplexity import valley_table
 from kvq.results import Store
 from tests.report import sweeps
 from tests.report.diagnosed import drawn, put

@@ -9,7 +9,7 @@ import pytest
 
 from kvq.report.__main__ import main
 from kvq.report.figures.every import main as figures_main
-from kvq.report.figures.perplexity import needle_grid, needles_figure
+from kvq.report.figures.loss import needle_grid, needles_figure
 from kvq.report.tables.build import build_tables
 from kvq.report.tables.layout import Row, Table, columns_of
 from kvq.results import Record, Store
