@@ -77,7 +77,11 @@ class Prepared:
             method = method.for_model(text_config_of(self.config.model))
         if method.by_layer:
             method.check_layers(cache_shape(replace(self.config.model, context=None)).count)
-        self.check_latent()
+        latent = self.config.method.latent_only and self.inputs.reads_weights
+        if latent and latent_numbers(text_config_of(self.config.model)) is None:
+            what = "a format of the latent that multi-head latent attention caches"
+            held = f"model={self.config.model.name} caches keys and values"
+            raise Unsupported(f"method={self.config.method.name}: {what}; {held}")
         _ = self.inputs.bos  # refuses a tokenizer without such a token
         self.task.check(self.inputs, method)
         if method.policy("kept_keys") is not None:
@@ -89,17 +93,6 @@ class Prepared:
         if method.needs_calibration and not self.config.task.calibrates_itself:
             _ = self.shared_text
         return method
-
-    def check_latent(self) -> None:
-        """Raise `Unsupported` for a format of a latent where the model caches none."""
-        config = self.config
-        if not (config.method.latent_only and self.inputs.reads_weights):
-            return
-        if latent_numbers(text_config_of(config.model)) is None:
-            raise Unsupported(
-                f"method={config.method.name}: a format of the latent that multi-head latent attention caches; "
-                f"model={config.model.name} caches keys and values"
-            )
 
     @functools.cached_property
     def shared_text(self) -> float:

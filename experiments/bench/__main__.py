@@ -44,7 +44,7 @@ from kvq.methods.build import build_method
 from kvq.methods.method import Method
 from kvq.models.load import LoadedModel, load_model
 from kvq.results.provenance import PeakMemory, bytes_in_use, cpu_name, device_name, package_versions
-from kvq.tasks.capture import capture
+from kvq.tasks.measurement import capture
 from kvq.tasks.reader import Reader
 from kvq.tasks.scoring import parallel_method, score, scoring_bounds
 from kvq.tasks.tni import NormStatistics

@@ -40,7 +40,7 @@ from kvq.diagnostics import (
 from kvq.methods.build import build_method
 from kvq.models.inputs import Inputs
 from kvq.results import Record, Store
-from kvq.tasks.capture import LayerStates, block_of, capture_windows
+from kvq.tasks.measurement import LayerStates, block_of, capture_windows
 
 ROOT = Path(__file__).parents[2]
 REAL = ("smollm2_135m", "gemma3_270m")

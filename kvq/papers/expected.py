@@ -72,7 +72,10 @@ def experiment_of(name: str, present: Present = frozenset()) -> Experiment:
     return Experiment(
         name=name,
         layout=layout,
-        cells=tuple(Asked(cell.labels, cell.metric, _runs(cell.runs, present), cell.reason) for cell in cells),
+        cells=tuple(
+            Asked(cell.labels, cell.metric, tuple(_cell_run(run, present) for run in cell.runs), cell.reason)
+            for cell in cells
+        ),
         runs=len(jobs),
         baselines=len(plain[False] - plain[True]),
         stand_ins={model: _stand_in_cells(layout, cells, model, present) for model in small},
@@ -123,7 +126,8 @@ def _stand_in_cells(
         other = {_task_of(run) for run in cell.runs} != {_task_of(run) for run in runs}
         dropped = {"model", *(layout.metrics if other else ())}
         labels = {axis: label for axis, label in cell.labels.items() if axis not in dropped}
-        made = Asked(labels, "" if other else cell.metric, _runs(runs, present), cell.reason)
+        answers = tuple(_cell_run(run, present) for run in runs)
+        made = Asked(labels, "" if other else cell.metric, answers, cell.reason)
         if runs and not (other and runs in asked):
             asked.add(runs)
             found[tuple(labels.items())] = made
@@ -133,11 +137,6 @@ def _stand_in_cells(
 def _task_of(run: Sequence[str]) -> str:
     """The task that overrides choose, without its variant: `ppl` of `task=ppl/nsn`; empty where they choose none."""
     return next((word.split("=")[1].partition("/")[0] for word in run if word.startswith("task=")), "")
-
-
-def _runs(runs: Iterable[sweep.Overrides], present: Present) -> tuple[CellRun, ...]:
-    """Runs as a cell asks for them; `present` as in `experiment_of`."""
-    return tuple(_cell_run(run, present) for run in runs)
 
 
 @cache_by_folder

@@ -26,22 +26,18 @@ _TESTS = ("p_value", "not_worse_p", "within_noise", "not_worse")
 
 
 class Comparisons:
-    """Paired differences between runs, each computed once; `samples` gives the stored samples of a run."""
+    """Paired differences between runs; `samples` gives the stored samples of a run, which are read once."""
 
     def __init__(self, samples: Samples) -> None:
         self._samples = samples
         self._rows: dict[str, list[dict[str, Any]]] = {}
-        self._known: dict[tuple[str, str], statistics.Estimate | None] = {}
 
     def delta_nll(self, record: Record, other: Record) -> statistics.Estimate | None:
         """Loss of `record` minus that of `other`, nats per token; None when their samples cannot be paired."""
-        pair = (record.key, other.key)
-        if pair not in self._known:
-            self._known[pair], settings = None, _bootstrap_settings(record.config)
-            with suppress(RecordError):
-                ours, theirs = self.samples(record), self.samples(other)
-                self._known[pair] = statistics.delta_nll_of_samples(ours, theirs, **settings)
-        return self._known[pair]
+        settings = _bootstrap_settings(record.config)
+        with suppress(RecordError):
+            return statistics.delta_nll_of_samples(self.samples(record), self.samples(other), **settings)
+        return None
 
     def perplexity_error(self, record: Record) -> float | None:
         """Standard error of a run's perplexity over windows; None without samples or with too few windows."""

@@ -23,9 +23,17 @@ from kvq.errors import ConfigError, Unsupported, did_you_mean
 from kvq.methods.method import Method
 from kvq.models.inputs import Inputs
 from kvq.results.files import Journal
-from kvq.tasks import capture as capturing
-from kvq.tasks.capture import LayerStates, capture_windows
-from kvq.tasks.measurement import Baseline, Measurement, Task, averaged, mean_metric, units_like
+from kvq.tasks.measurement import (
+    Baseline,
+    LayerStates,
+    Measurement,
+    Task,
+    averaged,
+    capture_windows,
+    check_capture,
+    mean_metric,
+    units_like,
+)
 
 States = Float[Tensor, "batch heads tokens dim"]
 Place = dict[str, Any]
@@ -33,7 +41,6 @@ Place = dict[str, Any]
 BINS, LOW, HIGH = 100, -5.0, 5.0
 """Of Table 1: width 0.1."""
 STEPS = ("N", "NS", "NSN")
-ORACLE_SAMPLES = 4096
 ORACLE_DRAWS = 1000
 
 
@@ -63,7 +70,7 @@ def channel_kl(x: Float[Tensor, "tokens channels"]) -> Float[Tensor, " channels"
     return torch.special.xlogy(p, p / normal).sum(1)
 
 
-def oracle(draws: int, samples: int = ORACLE_SAMPLES, seed: int = 0) -> float:
+def oracle(draws: int, samples: int = 4096, seed: int = 0) -> float:
     """Mean `channel_kl` of `draws` channels of `samples` standard normal numbers: a lower bound for 4096 tokens."""
     generator = torch.Generator().manual_seed(seed)
     return float(channel_kl(torch.randn(samples, draws, generator=generator, dtype=torch.float64)).mean())
@@ -254,7 +261,7 @@ def check(inputs: Inputs, method: Method) -> None:
     for head_dim in inputs.head_dims:
         Hadamard().check(head_dim)
         VectorQuantizer(2).check(head_dim)
-    capturing.check(inputs, method)
+    check_capture(inputs, method)
 
 
 TASK = Task(check, measure)

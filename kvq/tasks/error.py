@@ -22,8 +22,19 @@ from kvq.errors import ConfigError, Unsupported
 from kvq.methods.method import Method
 from kvq.models.inputs import Inputs
 from kvq.results.files import Journal
-from kvq.tasks.capture import LayerStates, block_of, capture_windows, check, windows_of
-from kvq.tasks.measurement import Baseline, Measurement, Task, averaged, mean_metric, units_like
+from kvq.tasks.measurement import (
+    Baseline,
+    LayerStates,
+    Measurement,
+    Task,
+    averaged,
+    block_of,
+    capture_windows,
+    check_capture,
+    mean_metric,
+    units_like,
+    windows_of,
+)
 
 QUANTITIES = ("rel_mse", "cosine", "weight_kl", "output_error")
 _UNITS = {"*_weight_kl": "nats/query", "windows": "windows", "context": "tokens"}
@@ -185,8 +196,8 @@ def check_synthetic(inputs: Inputs, method: Method) -> None:
 
 
 def check_error(inputs: Inputs, method: Method) -> None:
-    """As `check`; also raise `Unsupported` for a calibrated method, whose tables fit only all of its stages."""
-    check(inputs, method)
+    """As `check_capture`; also raise `Unsupported` for a calibrated method, whose tables fit only all of its stages."""
+    check_capture(inputs, method)
     method.check_needs("task=error", "uncalibrated")
 
 

@@ -30,8 +30,7 @@ from kvq.results import run_key
 from kvq.results.files import Journal
 from kvq.results.metrics import units_of
 from kvq.results.versions import versions_of_method
-from kvq.tasks.capture import LayerStates, capture, windows_of
-from kvq.tasks.measurement import Baseline, Measurement, Task, averaged
+from kvq.tasks.measurement import Baseline, LayerStates, Measurement, Task, averaged, capture, windows_of
 
 _STREAM = 3_141_592_653  # rotations, sketches and starts have small seeds: no state is drawn from the same generator
 _DRAWS = 1000

@@ -191,7 +191,11 @@ def measure(inputs: Inputs, method: Method, baseline: Baseline | None, journal: 
         drawn.append(samples)
         odd |= asked.odd
         metrics |= results
-    samples = _merged(drawn)
+    samples = []  # of several draws one row per item, whose score is their mean
+    for same in zip(*drawn, strict=True) if len(drawn) > 1 else ():
+        scores, responses = ([row[name] for row in same] for name in ("score", "responses"))
+        samples.append(same[0] | {"score": float(np.mean(scores)), "scores": scores, "responses": responses})
+    samples = samples or drawn[0]
     for sample in samples:
         if sample["item"] in odd:
             sample["odd"] = odd[sample["item"]]
@@ -272,15 +276,6 @@ def _metrics_of(results: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[str,
             number = isinstance(value, int | float | np.number) and math.isfinite(value)
             if chosen and number and not absent and "_stderr" not in metric:
                 yield f"{metric}{'' if chosen == 'none' else f'/{chosen}'}[{name}]", float(value)
-
-
-def _merged(drawn: list[list[Sample]]) -> list[Sample]:
-    """Rows of several draws as one per item, whose score is their mean."""
-    out = []
-    for rows in zip(*drawn, strict=True) if len(drawn) > 1 else ():
-        scores, responses = ([row[name] for row in rows] for name in ("score", "responses"))
-        out.append(rows[0] | {"score": float(np.mean(scores)), "scores": scores, "responses": responses})
-    return out or drawn[0]
 
 
 def _quietly(action: Any, *arguments: Any, **settings: Any) -> Any:

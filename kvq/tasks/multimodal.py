@@ -31,9 +31,17 @@ from kvq.models.inputs import MODALITIES, Inputs, MediaModel, modalities
 from kvq.models.load import LoadedModel, load_processor
 from kvq.results.files import Journal
 from kvq.results.metrics import units_of
-from kvq.tasks.capture import LayerStates, capture
 from kvq.tasks.items import Items, Sample, Scored, by_part, measure_items, write_answers
-from kvq.tasks.measurement import Baseline, Measurement, Task, items_fingerprint, mean_metric, units_like
+from kvq.tasks.measurement import (
+    Baseline,
+    LayerStates,
+    Measurement,
+    Task,
+    capture,
+    items_fingerprint,
+    mean_metric,
+    units_like,
+)
 from kvq.tasks.reader import Reader, answer_text
 
 _SPACES = "HME100k"

@@ -21,8 +21,19 @@ from kvq.config.diagnostics import TniConfig
 from kvq.methods.method import Method
 from kvq.models.inputs import Inputs
 from kvq.results.files import Journal
-from kvq.tasks.capture import LayerStates, block_of, capture_windows, check, windows_of
-from kvq.tasks.measurement import Baseline, Measurement, Task, averaged, mean_metric, units_like
+from kvq.tasks.measurement import (
+    Baseline,
+    LayerStates,
+    Measurement,
+    Task,
+    averaged,
+    block_of,
+    capture_windows,
+    check_capture,
+    mean_metric,
+    units_like,
+    windows_of,
+)
 
 SIDES = ("query", "key", "value")
 _FIRST = 16
@@ -238,7 +249,7 @@ def by_token(rows: list[dict[str, Any]]) -> dict[str, float]:
     return out
 
 
-TASK = Task(check, measure)
+TASK = Task(check_capture, measure)
 
 
 def _ranks(values: Sequence[float]) -> Float[np.ndarray, " values"]:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 import torch
 from jaxtyping import Float, Int
@@ -23,12 +22,11 @@ from kvq.models.inputs import Inputs
 from kvq.results.files import Journal
 from kvq.results.metrics import units_of
 from kvq.results.statistics import delta_nll_of_samples
-from kvq.tasks.measurement import Baseline, Measurement, Task, scored_rows, storage_metrics
+from kvq.tasks.measurement import Baseline, Measurement, Task, storage_metrics
 from kvq.tasks.reader import Reader, check_prefill
 from kvq.tasks.scoring import cut_windows, divergence, evenly, log_probabilities, without_codecs
 from kvq_lab.settings import ConversationConfig
-
-Row = dict[str, Any]
+from kvq_lab.trajectory import Row, scored_rows
 
 Tokens = Int[Tensor, "1 tokens"]
 

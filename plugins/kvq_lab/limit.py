@@ -27,8 +27,7 @@ from kvq.errors import Unsupported
 from kvq.methods.method import Method
 from kvq.models.inputs import Inputs
 from kvq.results.files import Journal
-from kvq.tasks.capture import windows_of
-from kvq.tasks.measurement import Baseline, Measurement, Task, units_like
+from kvq.tasks.measurement import Baseline, Measurement, Task, units_like, windows_of
 from kvq_lab.settings import LimitConfig, LimitHeads
 
 SIDES = ("key", "value")

@@ -29,12 +29,11 @@ from kvq.results.files import Journal
 from kvq.results.metrics import units_of
 from kvq.results.provenance import timed
 from kvq.results.statistics import delta_nll_of_samples
-from kvq.tasks.measurement import Baseline, Measurement, Task, scored_rows, storage_metrics
+from kvq.tasks.measurement import Baseline, Measurement, Task, storage_metrics
 from kvq.tasks.reader import Reader, check_prefill
 from kvq.tasks.scoring import Window, cut_windows
 from kvq_lab.settings import ReuseConfig
-
-Row = dict[str, Any]
+from kvq_lab.trajectory import Row, scored_rows
 
 
 def check(inputs: Inputs, method: Method) -> None:

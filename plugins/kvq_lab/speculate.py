@@ -18,11 +18,11 @@ from kvq.methods.method import Method
 from kvq.models.inputs import Inputs
 from kvq.results.files import Journal
 from kvq.results.metrics import units_of
-from kvq.tasks.measurement import Baseline, Measurement, Task, scored_rows, storage_metrics
+from kvq.tasks.measurement import Baseline, Measurement, Task, storage_metrics
 from kvq.tasks.reader import Ends, Reader, shared
 from kvq.tasks.scoring import without_codecs
 from kvq_lab.settings import Drafts, SpeculateConfig
-from kvq_lab.trajectory import Row, check, cut_passages, standard_error
+from kvq_lab.trajectory import Row, check, cut_passages, scored_rows, standard_error
 
 
 @dataclass

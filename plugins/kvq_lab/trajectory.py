@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import itertools
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -26,7 +26,7 @@ from kvq.methods.method import Method
 from kvq.models.inputs import Inputs
 from kvq.results.files import Journal
 from kvq.results.metrics import units_of
-from kvq.tasks.measurement import Baseline, Measurement, Task, scored_rows, storage_metrics
+from kvq.tasks.measurement import Baseline, Measurement, Task, journaled, storage_metrics
 from kvq.tasks.reader import Ends, Pick, Reader, check_prefill, shared
 from kvq.tasks.scoring import cut_windows, divergence, evenly, log_probabilities, without_codecs
 from kvq_lab.settings import DriftConfig, TrajectoryConfig
@@ -36,6 +36,13 @@ _TOGETHER = 8  # passages that full precision continues in one batch, to see wha
 _STEPS = 32  # whose logits are in memory at once
 
 Row = dict[str, Any]
+
+
+def scored_rows(journal: Journal, kind: str, count: int, score: Callable[[int], Row]) -> tuple[list[Row], list[Row]]:
+    """The journal's rows `<kind> <index>`, as `journaled`, and the same rows without `storage`, as samples."""
+    indices = {f"{kind} {index}": index for index in range(count)}
+    rows = journaled(journal, indices, lambda item: score(indices[item]), f"{kind}s", kind)
+    return rows, [{name: value for name, value in row.items() if name != "storage"} for row in rows]
 
 
 def cut_passages(inputs: Inputs) -> list[list[int]]:

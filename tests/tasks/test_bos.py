@@ -19,7 +19,7 @@ from kvq.data.text import begins_with_bos, encode, load_tokens, set_bos
 from kvq.errors import ConfigError, Unsupported
 from kvq.methods.build import method_of
 from kvq.models.inputs import Inputs
-from kvq.tasks import capture, generate, longbench, multimodal, niah
+from kvq.tasks import generate, longbench, measurement, multimodal, niah
 from kvq.tasks.lm_eval_model import CacheLM
 from kvq.tasks.ppl import ppl_windows
 from kvq.tasks.reader import Reader
@@ -103,8 +103,8 @@ def test_windows_and_prompts_of_every_task(given: list[str]) -> None:
     assert all(once(window.tokens) for window in ppl_windows(inputs.tokens.streams, inputs.config.task, inputs.bos))
     for task in ("tni", "error"):
         diagnostic = inputs_of(given, f"task={task}", "task.context=64", "task.windows=3")
-        assert [len(row) for row in capture.windows_of(diagnostic)] == [64] * 3
-        assert all(map(once, capture.windows_of(diagnostic)))
+        assert [len(row) for row in measurement.windows_of(diagnostic)] == [64] * 3
+        assert all(map(once, measurement.windows_of(diagnostic)))
     needles = niah.make_items(inputs_of(given, "task=niah", "task.lengths=[256,320]", "task.repeats=2"))
     assert {len(item.prompt) for item in needles} == {256, 320}
     assert all(once(item.prompt) for item in needles)

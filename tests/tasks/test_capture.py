@@ -7,7 +7,7 @@ from kvq.config.diagnostics import TniConfig
 from kvq.diagnostics import query_chunks
 from kvq.errors import ConfigError, DataError
 from kvq.models.load import LoadedModel
-from kvq.tasks.capture import LayerStates, capture, check
+from kvq.tasks.measurement import LayerStates, capture, check_capture
 from tests.random_models import llama, random_llama, token_ids
 from tests.tasks.diagnosed import DiagnosedInputs
 
@@ -72,4 +72,4 @@ def test_windows_longer_than_the_model_takes() -> None:
     from kvq import build_method
 
     with pytest.raises(ConfigError, match=r"task\.context=1024: model=random takes at most 512 tokens"):
-        check(DiagnosedInputs(TniConfig(context=1024)), build_method("fp16"))
+        check_capture(DiagnosedInputs(TniConfig(context=1024)), build_method("fp16"))

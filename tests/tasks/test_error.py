@@ -11,9 +11,8 @@ from kvq.config.diagnostics import Arms, ErrorConfig, SyntheticConfig
 from kvq.diagnostics import relative_mse
 from kvq.errors import Unsupported
 from kvq.tasks import error
-from kvq.tasks.capture import LayerStates, block_of, capture
 from kvq.tasks.error import bins_of, cell
-from kvq.tasks.measurement import Measurement
+from kvq.tasks.measurement import LayerStates, Measurement, block_of, capture
 from tests.tasks.diagnosed import DiagnosedInputs, journal
 
 

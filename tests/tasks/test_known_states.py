@@ -12,9 +12,8 @@ from kvq import build_method
 from kvq.config.diagnostics import Drawn, ModelStatesConfig, RandomStatesConfig
 from kvq.diagnostics import relative_mse, weighted_mse
 from kvq.errors import ConfigError, Unsupported
-from kvq.tasks.capture import LayerStates, capture
 from kvq.tasks.known_states import TASKS, draw_states, draw_walk, generator_of, mean_attention
-from kvq.tasks.measurement import Measurement
+from kvq.tasks.measurement import LayerStates, Measurement, capture
 from tests.tasks.diagnosed import DiagnosedInputs, journal
 
 PLUS = "kvquant_plus_plus"

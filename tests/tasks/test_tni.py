@@ -16,9 +16,8 @@ from kvq.diagnostics import AttentionRule
 from kvq.errors import ConfigError, Unsupported
 from kvq.models.load import LoadedModel
 from kvq.tasks import distribution, tni
-from kvq.tasks.capture import LayerStates, capture
 from kvq.tasks.distribution import channel_kl, hadamard, nsn
-from kvq.tasks.measurement import Measurement
+from kvq.tasks.measurement import LayerStates, Measurement, capture
 from kvq.tasks.tni import positions_of
 from tests.random_models import llama
 from tests.tasks.diagnosed import DiagnosedInputs, journal

@@ -110,7 +110,14 @@ def layers_figure(table: pd.DataFrame) -> Figure:
         )
         look: Any = {"color": draw.colour(index), "marker": draw.marker(index), "label": f"{side}s"}
         axes[1, 0].plot(part["layer"], part["correlation"], **look)
-    _draw_cosines(axes[1, 1], table)
+    names = [name for name in table.columns if name.startswith("cosine ")]
+    for index, name in enumerate(names):  # of codebooks
+        for side, line in (("key", "-"), ("value", ":")):
+            part = table[table["side"] == side]
+            look = {"color": draw.colour(index), "marker": draw.marker(index), "linestyle": line}
+            axes[1, 1].plot(part["layer"], part[name], **look, label=name[len("cosine ") :] if line == "-" else None)
+        if (drawn := name.replace("cosine", "synthetic", 1)) in table:
+            axes[1, 1].axhline(table[drawn].iloc[0], color=draw.colour(index), linewidth=0.6, linestyle="--")
     for axis, text in zip(axes.flat, _BY_LAYER, strict=True):
         draw.dress(axis, "layer", text, grid="both", whole=True)
         low, high = axis.get_ylim()
@@ -118,18 +125,6 @@ def layers_figure(table: pd.DataFrame) -> Figure:
         axis.legend(loc="upper center", ncols=2, columnspacing=0.8, handlelength=1.2)
     axes[1, 0].set_ylim(bottom=0)
     return made
-
-
-def _draw_cosines(axis: Any, table: pd.DataFrame) -> None:
-    """Lines of cosines to the nearest codewords by layer, one for each codebook and side; dashed: synthetic vectors."""
-    names = [name for name in table.columns if name.startswith("cosine ")]
-    for index, name in enumerate(names):
-        for side, line in (("key", "-"), ("value", ":")):
-            part = table[table["side"] == side]
-            text = name.removeprefix("cosine ") if side == "key" else None
-            axis.plot(part["layer"], part[name], line, marker=draw.marker(index), color=draw.colour(index), label=text)
-        if (drawn := name.replace("cosine", "synthetic", 1)) in table:
-            axis.axhline(table[drawn].iloc[0], color=draw.colour(index), linewidth=0.6, linestyle="--")
 
 
 def embedding_table(kept: Sequence[pd.DataFrame]) -> pd.DataFrame:

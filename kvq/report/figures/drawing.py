@@ -205,7 +205,7 @@ class Drawing:
 
 
 def write_drawings(drawings: Iterable[Drawing], folder: Path, skipped: list[str]) -> list[Path]:
-    """Write each drawing as CSV, PDF and PNG, and `index.md`; return paths; `skipped` takes what cannot be drawn."""
+    """Write each drawing as CSV, PDF and PNG, and `index.md`, a list by kind; `skipped` takes what cannot be drawn."""
     paths: list[Path] = []
     drawn: list[Drawing] = []
     for drawing in tqdm(drawings, "figures", unit="", leave=False, disable=None):
@@ -216,19 +216,14 @@ def write_drawings(drawings: Iterable[Drawing], folder: Path, skipped: list[str]
             raise  # of the folder
         except Exception as error:
             skipped.append(f"figure {drawing.stem}: {line(error)}")
-    return paths + write_files("figures", folder, {INDEX: _list_drawings(drawn)})
-
-
-def _list_drawings(drawings: Sequence[Drawing]) -> str:
-    """The Markdown page that links the files of all drawings, under a heading for each kind."""
     lines = ["# Figures", "", *_BEGIN]
     for kind in KINDS:
-        drawn = sorted((drawing for drawing in drawings if drawing.kind is kind), key=lambda one: one.stem)
-        lines += ["", f"## {kind.name}", "", *([kind.note, ""] if kind.note else [])] if drawn else []
-        for drawing in drawn:
+        own = sorted((drawing for drawing in drawn if drawing.kind is kind), key=lambda one: one.stem)
+        lines += ["", f"## {kind.name}", "", *([kind.note, ""] if kind.note else [])] if own else []
+        for drawing in own:
             files = ", ".join(f"[{ending.upper()}]({drawing.stem}.{ending})" for ending in ("png", "pdf", "csv"))
             lines.append(f"- {escape_markdown(drawing.title)} (`{drawing.stem}`): {files}")
-    return "\n".join(lines) + "\n"
+    return paths + write_files("figures", folder, {INDEX: "\n".join(lines) + "\n"})
 
 
 def drawn_figures(folder: Path) -> list[str]:

@@ -186,20 +186,10 @@ def name_rival(task: Mapping[str, Any]) -> list[str]:
     "memory", "Bytes of the cache: {model}", functools.partial(labelled_rows, kind="bytes"), of="all", task="memory"
 )
 def memory_figure(table: pd.DataFrame) -> Figure:
-    """Left: bits per element by part at the longest length stored; right: compression by length."""
+    """Left: bits per element by part at the longest length stored; right: compression by length, and papers'."""
     looks = draw.lines_of(list(dict.fromkeys(table["method"])))
     made, axes = draw.panels(2, 1.4 + 0.3 * max(len(looks), 5), 1, 2, width_ratios=(1, 1.2))
     legend: dict[str, Any] = {"loc": "upper left", "bbox_to_anchor": (-0.05, -0.2), "columnspacing": 1}
-    _draw_parts(axes[0], table)
-    axes[0].legend(ncols=3, handlelength=1, **legend)
-    _draw_compression(axes[1], table, looks)
-    handles: list[Any] = [draw.handle(method, **look._asdict(), markersize=4) for method, look in looks.items()]
-    axes[1].legend(handles=handles + axes[1].get_legend_handles_labels()[0], ncols=2, **legend)
-    return made
-
-
-def _draw_parts(axis: Any, table: pd.DataFrame) -> None:
-    """Stacked bars of bits per element, one for each method: the parts of its cache at the longest length stored."""
     stored = table[table["measured"]]
     length = int((stored if not stored.empty else table)["tokens"].max())
     here = table[table["tokens"] == length].groupby("method", sort=False)[[*PARTS, "fp16"]].sum()
@@ -207,29 +197,30 @@ def _draw_parts(axis: Any, table: pd.DataFrame) -> None:
     left = bits.cumsum(axis=1) - bits
     for index, part in enumerate(PARTS):
         if bits[part].any():
-            axis.barh(range(len(here)), bits[part], 0.7, left=left[part], color=draw.colour(index), label=part)
-    draw.name_rows(axis, list(here.index))
-    axis.set_xlabel(f"bits per element at {length:,} tokens")
-
-
-def _draw_compression(axis: Any, table: pd.DataFrame, looks: Mapping[str, draw.Line]) -> None:
-    """Lines of compression against fp16 by length, one for each method, and the compression that papers print."""
-    names = ["method", "tokens", "measured"]
-    lines = table.groupby(names, sort=False)[["total", "residual", "fp16"]].sum().reset_index()
+            axes[0].barh(range(len(here)), bits[part], 0.7, left=left[part], color=draw.colour(index), label=part)
+    draw.name_rows(axes[0], list(here.index))
+    axes[0].set_xlabel(f"bits per element at {length:,} tokens")
+    axes[0].legend(ncols=3, handlelength=1, **legend)
+    lines = (
+        table.groupby(["method", "tokens", "measured"], sort=False)[["total", "residual", "fp16"]].sum().reset_index()
+    )
     for method in dict.fromkeys(table["method"]):
         look = looks[method]
-        part = lines[lines["method"] == method].sort_values("tokens")
-        ratio = part["fp16"] / part["total"]
-        axis.plot(part["tokens"], ratio, color=look.color, linestyle=look.linestyle)
+        own = lines[lines["method"] == method].sort_values("tokens")
+        ratio = own["fp16"] / own["total"]
+        axes[1].plot(own["tokens"], ratio, color=look.color, linestyle=look.linestyle)
         for measured, fill in ((True, look.color), (False, "white")):
-            some = part["measured"] == measured
-            axis.plot(part["tokens"][some], ratio[some], look.marker, color=look.color, markerfacecolor=fill)
+            some = own["measured"] == measured
+            axes[1].plot(own["tokens"][some], ratio[some], look.marker, color=look.color, markerfacecolor=fill)
     for (name, value), dashes in zip(PAPERS, ("--", ":"), strict=True):
-        axis.axhline(value, color="black", linestyle=dashes, linewidth=0.8, label=f"published: {name}, {value}x")
+        axes[1].axhline(value, color="black", linestyle=dashes, linewidth=0.8, label=f"published: {name}, {value}x")
     ticks = sorted(table["tokens"].unique())
-    draw.scale_by_two(axis, ticks, [f"{tick // 1024}K" if tick % 1024 == 0 else str(tick) for tick in ticks])
-    axis.set_ylim(bottom=0)
-    draw.dress(axis, "context (tokens; hollow: from the layout)", "compression against fp16 (x)", grid="both")
+    draw.scale_by_two(axes[1], ticks, [f"{tick // 1024}K" if tick % 1024 == 0 else str(tick) for tick in ticks])
+    axes[1].set_ylim(bottom=0)
+    draw.dress(axes[1], "context (tokens; hollow: from the layout)", "compression against fp16 (x)", grid="both")
+    handles: list[Any] = [draw.handle(method, **look._asdict(), markersize=4) for method, look in looks.items()]
+    axes[1].legend(handles=handles + axes[1].get_legend_handles_labels()[0], ncols=2, **legend)
+    return made
 
 
 def throughput_table(records: Sequence[Record], store: Store) -> pd.DataFrame:
@@ -266,7 +257,15 @@ def throughput_figure(table: pd.DataFrame) -> Figure:
     """Peak memory and tokens per second by batch (NSNQuant, Figures 4 and 8); cross: does not fit; one batch: bars."""
     batches = sorted(table["batch"].unique())
     if len(batches) == 1:
-        return _draw_bars(table)
+        table = table.drop_duplicates("method")  # of two runs with one label, the first
+        looks = draw.lines_of(list(table["method"]))
+        made, axes = draw.panels(2, 0.7 + 0.2 * len(looks), 1, 2, sharey=True)
+        for axis, (column, words) in zip(axes, _RATES.items(), strict=True):
+            values = table.set_index("method")[column].astype(float) / (_GIB if column == "peak_bytes" else 1)
+            axis.barh(range(len(looks)), [values[name] for name in looks], color=[one.color for one in looks.values()])
+            draw.dress(axis, f"{words}, {batches[0]} requests at once", grid="x")
+        draw.name_rows(axes[0], list(looks))
+        return made
     made, (peaks, rates) = draw.panels(2, 3, 1, 2)
     for method, look in draw.lines_of(list(dict.fromkeys(table["method"]))).items():
         part = table[table["method"] == method].sort_values("batch")
@@ -280,17 +279,4 @@ def throughput_figure(table: pd.DataFrame) -> Figure:
         axis.set_ylim(bottom=0)
         draw.dress(axis, "requests at once", words, grid="both")
     draw.legend_below(made, rates, 3)
-    return made
-
-
-def _draw_bars(table: pd.DataFrame) -> Figure:
-    """A bar for each run; none where it does not fit."""
-    table = table.drop_duplicates("method")  # of two runs with one label, the first
-    looks = draw.lines_of(list(table["method"]))
-    made, axes = draw.panels(2, 0.7 + 0.2 * len(looks), 1, 2, sharey=True)
-    for axis, (column, words) in zip(axes, _RATES.items(), strict=True):
-        values = table.set_index("method")[column].astype(float) / (_GIB if column == "peak_bytes" else 1)
-        axis.barh(range(len(looks)), [values[name] for name in looks], color=[look.color for look in looks.values()])
-        draw.dress(axis, f"{words}, {table['batch'].iloc[0]} requests at once", grid="x")
-    draw.name_rows(axes[0], list(looks))
     return made

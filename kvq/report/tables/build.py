@@ -30,7 +30,6 @@ _HASH, _SLUG = 40, 150
 Stale = Callable[[Record], bool]
 """Whether a version of a record is out of date."""
 _WEIGHTS = {"model.fingerprint": "weights", "dataset.fingerprint": "text"}
-TASK = "generate"
 FRAME_METRICS: list[str] = LISTED["frame"]
 """Metrics that have a column; the others are in `kvq.results.Record.metrics`."""
 _SETTINGS = ("scoring", "windows", "context", "stride", "max_windows", "lengths")
@@ -212,7 +211,7 @@ def _list_settings(run: Record, records: Sequence[Record]) -> tuple[str, ...]:
 def texts_of(rows: Sequence[Row], samples: Callable[[Record], list[dict[str, Any]]]) -> Texts | None:
     """The texts of the runs of a table, from their stored samples; None where they wrote none, or these are gone."""
     found = []
-    for row in (row for row in rows if row.record.task == TASK and row.record.status == "done"):
+    for row in (row for row in rows if row.record.task == "generate" and row.record.status == "done"):
         with suppress(RecordError):
             first = next(iter(samples(row.record)), {})
             if all(isinstance(first.get(name), str) for name in ("prompt", "text")):

@@ -123,7 +123,7 @@ def _cell_text(cell: Shown, numbers: dict[str, int], digits: int, printed: bool)
         return measured
     number, published = cell.published, DASH
     if number is not None:  # without decimals that an approximate one does not have, and marked where there is a note
-        published = f"~{number.value:g}" if number.is_approximate else fixed(number.value, digits)
+        published = f"~{number.value:g}" if number.note.startswith("approximate") else fixed(number.value, digits)
         published += "*" * bool(number.note)
     difference = DASH if cell.difference is None else fixed(cell.difference, digits, signed=True)
     return f"{measured} / {published} / {difference}"

@@ -32,7 +32,7 @@ Known = Mapping[str, Record]
 
 
 class Published(NamedTuple):
-    """One number of a paper. `avg_bits` as printed; `note`: what we know of the number that its paper does not say."""
+    """One number of a paper. `avg_bits` as printed; `note`: ours; begins with "approximate" where its paper is."""
 
     paper: str
     table: str
@@ -44,11 +44,6 @@ class Published(NamedTuple):
     metric: str
     value: float
     note: str
-
-    @property
-    def is_approximate(self) -> bool:
-        """Whether its paper gives it as approximate, which its note begins with."""
-        return self.note.startswith("approximate")
 
 
 def reference_path() -> Path:
