@@ -36,8 +36,6 @@ from kvq.tasks.measurement import (
 )
 
 States = Float[Tensor, "batch heads tokens dim"]
-Place = dict[str, Any]
-"""A side and a layer, as rows name them."""
 BINS, LOW, HIGH = 100, -5.0, 5.0
 """Of Table 1: width 0.1."""
 STEPS = ("N", "NS", "NSN")
@@ -189,7 +187,7 @@ class Distributions:
         self._kept += layer.index == self.task.vector_layer
         self._seen.add(layer.index)
 
-    def _add_lemma(self, place: Place, normal: Tensor) -> None:
+    def _add_lemma(self, place: dict[str, Any], normal: Tensor) -> None:
         """Add rows that compare Lemma 1's range of variances with those under `task.signs` random rotations."""
         found = moments(normal)
         variances = torch.stack(
@@ -207,7 +205,7 @@ class Distributions:
                 ranges = {"lowest": _rounded(lowest), "highest": _rounded(highest)}
                 self.first.append({"kind": "ranges", **place, "head": head, **ranges})
 
-    def _keep_vectors(self, place: Place, x: Tensor) -> None:
+    def _keep_vectors(self, place: dict[str, Any], x: Tensor) -> None:
         """Add this window's part of `task.vectors` vectors of head 0, at evenly spread positions."""
         windows, index = self.task.vector_windows, self._kept
         count = min(self.task.vectors * (index + 1) // windows - self.task.vectors * index // windows, x.shape[2])

@@ -44,8 +44,9 @@ _HOMES = {
     **dict.fromkeys(("random_states", "model_states"), "known_states"),
     **dict.fromkeys(("multimodal", "modality"), "multimodal"),
     **dict.fromkeys(("error", "synthetic"), "error"),
+    "generate": "reader",
 }
-"""Modules of this package with several tasks, which are in their `TASKS`; another has the name of its one `TASK`."""
+"""Modules of this package with tasks of other names; several are in their `TASKS`, one is their `TASK`."""
 STORED = (
     *("bits_per_element", "key_bits", "value_bits", "effective_bits", "packed_bytes", "total_bytes", "cached_tokens"),
     *("index_bits", "index_entropy", "uncoded_bits"),

@@ -19,7 +19,7 @@ from kvq.data.text import begins_with_bos, encode, load_tokens, set_bos
 from kvq.errors import ConfigError, Unsupported
 from kvq.methods.build import method_of
 from kvq.models.inputs import Inputs
-from kvq.tasks import generate, longbench, measurement, multimodal, niah
+from kvq.tasks import longbench, measurement, multimodal, niah, reader
 from kvq.tasks.lm_eval_model import CacheLM
 from kvq.tasks.ppl import ppl_windows
 from kvq.tasks.reader import Reader
@@ -119,8 +119,8 @@ def test_windows_and_prompts_of_every_task(given: list[str]) -> None:
     assert chatting.tokenizer.decode(needles[0].prompt).endswith(f"{question}]")
     asked = inputs_of(given, "task=generate", "task.chat_template=true", "task.prompt='Name a river.'")
     asked.tokenizer.chat_template = CHAT
-    assert once(generate.prompt_of(asked))
-    assert asked.tokenizer.decode(generate.prompt_of(asked)) == "<s>[Name a river.]"
+    assert once(reader.prompt_of(asked))
+    assert asked.tokenizer.decode(reader.prompt_of(asked)) == "<s>[Name a river.]"
     document = longbench.Document("qasper/0", longbench.load_subset("qasper"), {"context": TEXT, "question": "What?"})
     for chat in ("false", "true"):
         asked = inputs_of(given, "task=longbench", f"task.chat_template={chat}")

@@ -16,7 +16,7 @@ from kvq.report.tables.build import build_tables
 from kvq.report.tables.formats import MARK, csv
 from kvq.results import Record, Store
 from kvq.runs import run
-from kvq.tasks.generate import PROMPT, repetition
+from kvq.tasks.reader import PROMPT, repetition
 from tests.random_models import save_random_model
 
 TEXT = "keys and values of all the tokens that came before, " * 3

@@ -34,6 +34,17 @@ from kvq.results.presets import PROTOCOL
 
 MODULES = (loss, over_models, error, distribution)
 _KNOWN_STATES = ("random_states", "model_states")
+WORDS: dict[str, Callable[[Record], object]] = {
+    "run": named,
+    "where": lambda record: (
+        f"{model_name(record.model)}, {record.dataset}"
+        + (f" ({', '.join(words)})" if (words := protocol_departures(record)) else "")
+    ),
+    "model": lambda record: model_name(record.model),
+    "machine": lambda record: record.config.get("machine"),
+    "states": lambda record: error.name_states(record.config["task"]),
+    "block": lambda r: ", ".join([f"{model_name(r.model)}, {r.dataset}", *error.name_rival(r.config["task"])]),
+}
 
 
 def kinds() -> list[Kind]:
@@ -107,22 +118,6 @@ def _make_drawings(kind: Kind, of: Any, store: Store, end: str, words: Mapping[s
 def _fill_words(kind: Kind, record: Record) -> dict[str, object]:
     """What stands for a run in the name and the title of a figure."""
     return {name: say(record) for name, say in WORDS.items() if f"{{{name}}}" in kind.stem + kind.title}
-
-
-def _name_texts(record: Record) -> str:
-    """Model and data set of a run, and what departs from the presets of its protocol."""
-    words = ", ".join(protocol_departures(record))
-    return f"{model_name(record.model)}, {record.dataset}{f' ({words})' if words else ''}"
-
-
-WORDS: dict[str, Callable[[Record], object]] = {
-    "run": named,
-    "where": _name_texts,
-    "model": lambda record: model_name(record.model),
-    "machine": lambda record: record.config.get("machine"),
-    "states": lambda record: error.name_states(record.config["task"]),
-    "block": lambda r: ", ".join([f"{model_name(r.model)}, {r.dataset}", *error.name_rival(r.config["task"])]),
-}
 
 
 def _hash_protocol(record: Record) -> str:
