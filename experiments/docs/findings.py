@@ -38,9 +38,10 @@ from kvq_lab.figures import read_searches
 from experiments.docs import predictions
 from kvq.report.comparisons import mark_within_noise
 from kvq.report.figures.over_models import losses_of, rank_correlations, stand_in_table
-from kvq.report.labels import method_departures, named, protocol_departures
+from kvq.report.labels import method_departures, named
 from kvq.results import Record, Store, is_stale
 from kvq.results.noise import compare_pairs
+from kvq.results.presets import departures_of
 from kvq.results.statistics import delta_nll_of_samples, losses
 
 ROOT = Path(__file__).parents[2]
@@ -237,8 +238,8 @@ class Findings:
         if len(found) > 1:
             found = [run for run in found if not method_departures(run)] or found
         if len(found) > 1:
-            fewest = min(len(protocol_departures(run)) for run in found)
-            found = [run for run in found if len(protocol_departures(run)) == fewest]
+            fewest = min(len(departures_of(run).protocol) for run in found)
+            found = [run for run in found if len(departures_of(run).protocol) == fewest]
         if len(found) != 1:
             raise (NoSuchRun if found else NotMeasured)(f"{wanted}: {len(found)} records; one is needed")
         # Bits of layers have a label of their own (`k2.3v1.9`), so a place that gives it names them.

@@ -97,11 +97,6 @@ def model_name(name: str) -> str:
     return re.split(r"[/\\]", name.rstrip("/\\"))[-1] or name
 
 
-def protocol_departures(run: Record) -> list[str]:
-    """The settings in which a run's task, model and text differ from their presets, in words."""
-    return list(departures_of(run).protocol)
-
-
 def protocol(run: Record) -> str:
     """A run's protocol for a figure: windows and scoring where the task has them, and what departs from its presets."""
     given = part_of(run.config, "task")
@@ -112,7 +107,7 @@ def protocol(run: Record) -> str:
         words.append(f"{given['windows']} windows{size}{step} tokens")
     if given.get("scoring"):
         words.append(f"scored {_SCORED.get(str(given['scoring']), given['scoring'])}")
-    others = [word for word in protocol_departures(run) if not (words and word.startswith(_WINDOWS))]
+    others = [word for word in departures_of(run).protocol if not (words and word.startswith(_WINDOWS))]
     return ", ".join([*words, *others])
 
 

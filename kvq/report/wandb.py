@@ -31,9 +31,10 @@ from tqdm import tqdm
 from kvq.config.run import NoLogger, WandbLogger, WandbMode
 from kvq.errors import KvqError, RecordError, one_line, printable
 from kvq.report import command
-from kvq.report.labels import label, labelled, model_name, protocol, protocol_departures
+from kvq.report.labels import label, labelled, model_name, protocol
 from kvq.results import Record, Store
 from kvq.results.metrics import METRICS, metric_of
+from kvq.results.presets import departures_of
 
 VIEW: dict[str, Any] = yaml.safe_load((Path(__file__).parent / "workspace.yaml").read_text(encoding="utf-8"))
 _MULTIRUN = ("-m", "--multirun")
@@ -57,7 +58,7 @@ _sent: set[str] = set()
 
 def entry_of(record: Record, group: str | None = None) -> dict[str, Any]:
     """What `wandb.init` is told of a run; the id follows from its key. `group`: None = the sweep that made it."""
-    own, model, words = label(record), model_name(record.model), ", ".join(protocol_departures(record))
+    own, model, words = label(record), model_name(record.model), ", ".join(departures_of(record).protocol)
     name = f"{own} {record.bits or ('fixed rate' if record.baseline_key else '')}".strip()
     task = f"{record.task} ({words})" if words else record.task
     tags = filter(None, (own, record.method, model, record.dataset, record.status))

@@ -19,12 +19,11 @@ from kvq.report.labels import (
     model_name,
     named,
     protocol,
-    protocol_departures,
 )
 from kvq.report.tables.build import build_tables
 from kvq.report.wandb import entry_of
 from kvq.results import Record, Store
-from kvq.results.presets import with_departures
+from kvq.results.presets import departures_of, with_departures
 from kvq.results.record import canonical
 from tests.report import sweeps
 from tests.results import made
@@ -102,7 +101,7 @@ def test_what_departs_from_a_preset_is_said(overrides: str, text: str) -> None:
 def test_first_token_and_cache_are_said_where_they_are_not_the_models_own(overrides: str, words: list[str]) -> None:
     config = resolve(compose(overrides.split()))
     record = run(*overrides.split(), provenance=made.provenance(dtype=config.model.dtype.value))
-    assert protocol_departures(record) == words
+    assert departures_of(record).protocol == words
     assert all(word in protocol(record) for word in words)
 
 
@@ -166,15 +165,15 @@ def test_variants_are_no_methods() -> None:
 
 
 def test_protocols_are_told_by_what_differs() -> None:
-    assert protocol_departures(run("method=kivi")) == []
-    assert protocol_departures(run("method=kivi", "task=ppl/nsn", "seed=3")) == ["scoring parallel", "seed 3"]
-    assert protocol_departures(run("task=ppl/nsn", "task.windows=disjoint", "task.context=512")) == [
+    assert departures_of(run("method=kivi")).protocol == []
+    assert departures_of(run("method=kivi", "task=ppl/nsn", "seed=3")).protocol == ["scoring parallel", "seed 3"]
+    assert departures_of(run("task=ppl/nsn", "task.windows=disjoint", "task.context=512")).protocol == [
         "context 512",
         "scoring parallel",
         "windows disjoint",
     ]
     assert protocol(run("task=ppl")) == "sliding windows of 2048 every 512 tokens, scored as in generation"
-    assert "dtype float64" in protocol_departures(run("model.dtype=float64"))
+    assert "dtype float64" in departures_of(run("model.dtype=float64")).protocol
 
 
 def test_a_model_of_the_hub_is_its_last_part() -> None:

@@ -14,9 +14,9 @@ import torch
 
 from kvq import cli, runs
 from kvq.config import compose, resolve
-from kvq.report.labels import label, protocol_departures
+from kvq.report.labels import label
 from kvq.results import Record, Store
-from kvq.results.presets import find_departures, with_departures
+from kvq.results.presets import departures_of, find_departures, with_departures
 from kvq.results.provenance import PeakMemory, collect, full_precision_words, git_state, single_command, utc_now
 
 MIB = 2**20
@@ -156,7 +156,7 @@ def test_the_words_are_those_of_the_day_of_measuring(records: list[Record]) -> N
 def test_a_record_of_an_earlier_version_has_words_all_the_same(records: list[Record]) -> None:
     for record in records[::40]:
         before = record.model_copy(update={"from_presets": None, "label": None, "command": None})
-        assert (label(before), protocol_departures(before)) == (label(record), protocol_departures(record))
+        assert (label(before), departures_of(before).protocol) == (label(record), departures_of(record).protocol)
 
 
 def test_words_do_not_depend_on_the_order_of_settings(records: list[Record]) -> None:

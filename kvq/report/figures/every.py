@@ -26,11 +26,11 @@ from kvq.report import command
 from kvq.report.comparisons import read_records
 from kvq.report.figures import distribution, error, loss, over_models
 from kvq.report.figures.drawing import KINDS, Drawing, Kind, write_drawings
-from kvq.report.labels import label, model_name, named, protocol_departures
+from kvq.report.labels import label, model_name, named
 from kvq.report.tables.build import build_tables
 from kvq.report.tables.layout import Table
 from kvq.results import Record, Store, run_key
-from kvq.results.presets import PROTOCOL
+from kvq.results.presets import PROTOCOL, departures_of
 
 MODULES = (loss, over_models, error, distribution)
 _KNOWN_STATES = ("random_states", "model_states")
@@ -38,7 +38,7 @@ WORDS: dict[str, Callable[[Record], object]] = {
     "run": named,
     "where": lambda record: (
         f"{model_name(record.model)}, {record.dataset}"
-        + (f" ({', '.join(words)})" if (words := protocol_departures(record)) else "")
+        + (f" ({', '.join(words)})" if (words := departures_of(record).protocol) else "")
     ),
     "model": lambda record: model_name(record.model),
     "machine": lambda record: record.config.get("machine"),

@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Any
 
 from kvq.errors import RecordError, printable
 from kvq.report import comparisons as compare
-from kvq.report.labels import by_bits, is_variant, keeps_first, label, model_name, protocol_departures
+from kvq.report.labels import by_bits, is_variant, keeps_first, label, model_name
 from kvq.report.labels import protocol as protocol_of
 from kvq.report.tables.layout import LISTED, Continuation, Row, Table, Tables, Texts
 from kvq.report.tables.notes import notes_of
 from kvq.results import Broken, Record, Store, is_stale, run_key
 from kvq.results.metrics import break_even
-from kvq.results.presets import PROTOCOL, cache_dtype, flatten, in_words, label_with, settings_of
+from kvq.results.presets import PROTOCOL, cache_dtype, departures_of, flatten, in_words, label_with, settings_of
 from kvq.results.statistics import holm
 
 if TYPE_CHECKING:
@@ -100,7 +100,7 @@ def _make_table(protocol: str, records: Sequence[Record], comparisons: compare.C
     rows, verdicts = _make_rows(records, comparisons, stale)
     model = model_name(first.model)
     slug = "-".join(re.sub(r"[^A-Za-z0-9.]+", "_", name) or "_" for name in (first.task, model, first.dataset))
-    words = ", ".join(protocol_departures(first))
+    words = ", ".join(departures_of(first).protocol)
     return Table(
         slug=f"{slug[:_SLUG]}-{protocol[:8]}",
         title=f"{first.task}: {model} on {first.dataset}" + (f" ({words})" if words else ""),
