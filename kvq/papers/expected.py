@@ -84,7 +84,7 @@ def experiment_of(name: str, present: Present = frozenset()) -> Experiment:
 
 
 def experiments(present: Present) -> list[Experiment]:
-    """Every experiment with a table. Kept in the user's cache: composing their runs takes longer than all else."""
+    """Every experiment that reproduces a paper's table; kept in the user's cache, as composing them takes long."""
     path = cache_folder() / f"experiments-{_digest(present)}.pickle"
     with suppress(Exception):  # not kept, or torn
         kept: list[Experiment] = pickle.loads(path.read_bytes())
@@ -120,7 +120,7 @@ def _stand_in_cells(
     """The cells of a stand-in, whose model runs anywhere; where that runs another task, its main metric is read."""
     asked: set[tuple[sweep.Overrides, ...]] = set()
     found: dict[tuple[tuple[str, str], ...], Asked] = {}
-    instead = sweep.stand_in_of(layout, model) or {}
+    instead = sweep.stand_in_overrides(layout, model) or {}
     for cell in cells:
         runs = tuple(dict.fromkeys(sweep.override_run(run, [f"model={model}"], instead) for run in cell.runs))
         other = {_task_of(run) for run in cell.runs} != {_task_of(run) for run in runs}
@@ -141,7 +141,7 @@ def _task_of(run: Sequence[str]) -> str:
 
 @cache_by_folder
 def _cell_run(run: sweep.Overrides, present: Present) -> CellRun:
-    """A run as cells ask for it: its command, and its signature where a record may answer, or what it waits for."""
+    """A run's command, with its signature where records hold its model and method, or what it waits for here."""
     missing = list(sweep.missing_choices(run, choices_in_use()))
     if missing:
         return CellRun(sweep.command(run), waits=f"{', '.join(missing)}: not in this version")

@@ -64,7 +64,7 @@ def _words(overrides: str) -> Overrides:
 
 
 def override_run(run: Overrides, given: Sequence[str], small: Mapping[str, str]) -> Overrides:
-    """A run under the command line's overrides, which win with all their settings; `small`: of a stand-in."""
+    """A run with its words replaced as `small` says; each given `x=` takes the place of its `x=` and of all `x.…=`."""
     replaced = (_words(small[word]) if word in small else (word,) for word in run)
     kept = {word.partition("=")[0]: word for words in replaced for word in words}
     mine = {word.partition("=")[0].lstrip("+~"): word for word in given}
@@ -108,8 +108,8 @@ def runs_anywhere(model: str) -> bool:
     return path_of(model).startswith((EMBEDDED, DISTRIBUTION))
 
 
-def stand_in_of(layout: LayoutConfig, model: str) -> dict[str, str] | None:
-    """What stands in for overrides on a model that runs anywhere (installed: `layout.real` wins); else None."""
+def stand_in_overrides(layout: LayoutConfig, model: str) -> dict[str, str] | None:
+    """What replaces overrides on an embedded model (`small`) or an installed one (`small`, then `real`); else None."""
     if not runs_anywhere(model):
         return None
     return layout.small if is_embedded(model) else layout.small | layout.real
@@ -156,11 +156,11 @@ def group_jobs(jobs: Iterable[Job]) -> list[Job]:
 
 
 def sweep_of(config: DictConfig, overrides: Sequence[Override]) -> list[Overrides]:
-    """Jobs of the experiment in `config` for every product of the command line's values, of those that compose here."""
+    """Jobs of the experiment for every product of the command line's values, without those with missing choices."""
     layout = layout_of(config)
     cells, known = cells_of(layout), choices()
     jobs: list[Overrides] = []
     for given in map(tuple, list_jobs(overrides)):
         model = next((word.partition("=")[2] for word in given if word.startswith("model=")), "")
-        jobs += jobs_of(cells, given, (stand_in_of(layout, model) if model else None) or {})
+        jobs += jobs_of(cells, given, (stand_in_overrides(layout, model) if model else None) or {})
     return [job for job in group_jobs(dict.fromkeys(jobs)) if not any(missing_choices(job, known))]

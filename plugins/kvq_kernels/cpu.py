@@ -186,7 +186,10 @@ class _Side:
         return norms_and_shifts(self.chain, self.stored, heads, self.dim)
 
     def scores(self, rotated: Any, plain: Any, heads: Heads, norms: Any, out: Any) -> None:
-        """Scores of all tokens of some heads into `out`; `rotated` are queries for codes, `plain` for other tokens."""
+        """Scores of all tokens of some heads into `out`; `rotated` are queries for codes, `plain` for other tokens.
+
+        `norms`: a factor of the score of each coded token `[heads or 1, tokens]`.
+        """
         for segment in self.segments:
             self.loops[0](rotated[heads.index], *segment.arguments(heads, self.tables, norms), out)
         if self.full is not None:

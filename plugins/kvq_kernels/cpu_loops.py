@@ -81,14 +81,16 @@ def _plane_loops(grid, span):
     f0, f1, f2 = (cpu_vectors.factors(grid.widths, index, TILE) for index in indices)
 
     @numba.njit(**OPTIONS)
-    def put(raw, factors, count, found):
+    def set_scaled(raw, factors, count, found):
+        """Set `found` `[rows, count]` to one plane's products times the token factors."""
         for h in range(raw.shape[0]):
             line, out = raw[h], found[h]
             for t in range(count):
                 out[t] = line[t] * factors[t]
 
     @numba.njit(**OPTIONS)
-    def add(raw, factors, count, found):
+    def add_scaled(raw, factors, count, found):
+        """Add one plane's products times the token factors to `found` `[rows, count]`."""
         for h in range(raw.shape[0]):
             line, out = raw[h], found[h]
             for t in range(count):
@@ -97,13 +99,13 @@ def _plane_loops(grid, span):
     @numba.njit(**OPTIONS)
     def products(queries, planes, first, channel, count, raw, found):
         dots0(queries, planes[0], channel, first, count, raw)
-        put(raw, f0, count, found)
+        set_scaled(raw, f0, count, found)
         if number > 1:
             dots1(queries, planes[1 if number > 1 else 0], channel, first, count, raw)
-            add(raw, f1, count, found)
+            add_scaled(raw, f1, count, found)
         if number > 2:
             dots2(queries, planes[2 if number > 2 else 0], channel, first, count, raw)
-            add(raw, f2, count, found)
+            add_scaled(raw, f2, count, found)
 
     @numba.njit(**OPTIONS)
     def mixed(weights, planes, first, channel, count, ready, out):

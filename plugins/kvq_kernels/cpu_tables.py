@@ -147,22 +147,22 @@ class _Levels(Step):
         self.widths, half = widths, 2 ** (sum(widths) - 1)
         self.permuted = lanes == 16 and half <= 8 and has_feature("avx512f")
         if self.permuted:  # every index of four bits has a level, that of its lowest bits
-            upper = self.load_lanes(3, half, self.intp(0))
+            upper = self.load_lanes(3, half, self.index(0))
             both = [*range(2 * half - 1, half - 1, -1), *range(half)]
             self.levels = self.shuffle(upper, builder.fneg(upper), both * (lanes // (2 * half)))
         else:
-            self.levels = [self.splat(3, self.intp(index)) for index in range(half)]
+            self.levels = [self.splat(3, self.index(index)) for index in range(half)]
 
     def values(self, first, start, tokens):
         """Levels of `tokens` (within a step that begins at token `first`, on a byte) from channel `start` on."""
         if self.permuted:
-            return self._permute_levels(first, self.intp(start), tokens)
+            return self._permute_levels(first, self.index(start), tokens)
         nothing, out = self.all_lanes(0), []
         rows: dict[tuple[int, int], Any] = {}
         for token in tokens:
             tests = []
             for plane, width in enumerate(self.widths):
-                held = self._load_codes(rows, first, plane, token, self.intp(start))
+                held = self._load_codes(rows, first, plane, token, self.index(start))
                 for bit in range(width):
                     mask = self.all_lanes(1 << (token * width % 8 + bit))
                     tests.append(self.builder.icmp_unsigned("!=", self.builder.and_(held, mask), nothing))
@@ -174,8 +174,8 @@ class _Levels(Step):
         width = self.widths[plane]
         at = (plane, token * width // 8)
         if at not in rows:
-            row = self.builder.sdiv(self.builder.mul(first, self.intp(width)), self.intp(8))
-            rows[at] = self.bytes(1 + plane, self.builder.add(row, self.intp(at[1])), channel)
+            row = self.builder.sdiv(self.builder.mul(first, self.index(width)), self.index(8))
+            rows[at] = self.bytes(1 + plane, self.builder.add(row, self.index(at[1])), channel)
         return rows[at]
 
     def _permute_levels(self, first, channel, tokens):
@@ -214,7 +214,7 @@ class _BookEntries(Step):
 
     def values(self, first, start, tokens):
         """Entries of `tokens`, counted from token `first`, for the channels of a vector from `start` on."""
-        rows = [self.builder.add(first, self.intp(token)) for token in tokens]
+        rows = [self.builder.add(first, self.index(token)) for token in tokens]
         if len(rows) > 1:  # of a step, which may go past the last token
             rows = [self.clamp_row(1, row) for row in rows]
         return [self._entry_vector(row, start // GROUP) for row in rows]
@@ -222,13 +222,13 @@ class _BookEntries(Step):
     def _entry_vector(self, token, group):
         """The decoded entry of a token from group `group` of 8 channels on, or two of them in a vector of 16 lanes."""
         if self.lanes == GROUP:
-            return self._entry(token, self.intp(group))
-        one, two = (self._part(3, self.byte(1, token, self.intp(group + half))) for half in range(2))
+            return self._entry(token, self.index(group))
+        one, two = (self._part(3, self.byte(1, token, self.index(group + half))) for half in range(2))
         value = self.shuffle(one, two, list(range(self.lanes)))
         if not self.signed:
             return value
         kind = ir.IntType(self.lanes)
-        bits = self.builder.load(self.pointer(2, kind, token, self.intp(group)), typ=kind)
+        bits = self.builder.load(self.pointer(2, kind, token, self.index(group)), typ=kind)
         bits.align = 1
         negative = self.builder.bitcast(bits, ir.VectorType(ir.IntType(1), self.lanes))
         return self.builder.select(negative, self.builder.fneg(value), value)
@@ -238,15 +238,15 @@ class _BookEntries(Step):
         value = self._part(3, self.byte(1, token, group))
         if self.signed:
             other = self.byte(2, token, group)
-            mask = self.builder.load(self.pointer(4, self.ints, other, self.intp(0)), typ=self.ints)
+            mask = self.builder.load(self.pointer(4, self.ints, other, self.index(0)), typ=self.ints)
             mask.align = 4
             value = self.builder.bitcast(self.builder.xor(self.builder.bitcast(value, self.ints), mask), self.vector)
             if self.shifted:
-                value = self.builder.fadd(value, self.load(5, other, self.intp(0)))
+                value = self.builder.fadd(value, self.load(5, other, self.index(0)))
         return value
 
     def _part(self, array, row):
-        return self.load_lanes(array, GROUP, row, self.intp(0))
+        return self.load_lanes(array, GROUP, row, self.index(0))
 
 
 @no_type_check
@@ -260,8 +260,8 @@ class Numbers(Step):
     def values(self, first, start, tokens):
         """Numbers of `tokens`, counted from token `first`, from channel `start` on."""
         array, channel = (1, start) if start < self.span else (2, start - self.span)
-        rows = [self.clamp_row(array, self.builder.add(first, self.intp(token))) for token in tokens]
-        return [self._read(array, row, self.intp(channel)) for row in rows]
+        rows = [self.clamp_row(array, self.builder.add(first, self.index(token))) for token in tokens]
+        return [self._read(array, row, self.index(channel)) for row in rows]
 
     def _read(self, array, row, channel):
         if not self.half:
@@ -285,8 +285,8 @@ def dots_step(kind, rows):
             totals = [step.zero() for _ in range(together * rows)]
             for start in range(0, kind.span, kind.lanes):
                 values = step.values(first, start, range(begin, begin + together))
-                step.add_dots(totals, rows, step.intp(start), values)
-            step.store_sums(totals, 8, together, builder.add(token, step.intp(begin)))
+                step.add_dots(totals, rows, step.index(start), values)
+            step.store_sums(totals, 8, together, builder.add(token, step.index(begin)))
         return context.get_dummy_value()
 
     @intrinsic
@@ -304,7 +304,7 @@ def dots_step(kind, rows):
 
 @no_type_check
 def _sums_step(kind, rows):
-    """Add `Σ_t weights[row, t] · values_t` of `count` tokens from `first` on to `out[row]`."""
+    """Add `Σ_t weights[row, t] · values_t` of `count` tokens from `first` on to `out[row]`; `kind`: how to decode."""
 
     def build(context, builder, signature, args):
         step = kind.make(context, builder, signature, args)
@@ -312,7 +312,7 @@ def _sums_step(kind, rows):
         for begin in range(0, kind.span, kind.vectors * kind.lanes):
             starts = range(begin, begin + kind.vectors * kind.lanes, kind.lanes)
             slots = [
-                [cgutils.alloca_once_value(builder, step.load(8, step.intp(r), step.intp(start))) for start in starts]
+                [cgutils.alloca_once_value(builder, step.load(8, step.index(r), step.index(start))) for start in starts]
                 for r in range(rows)
             ]
             with step.steps(count, kind.sum_tokens) as token:
@@ -320,13 +320,13 @@ def _sums_step(kind, rows):
                 vectors = [step.values(at, start, range(kind.sum_tokens)) for start in starts]
                 for r in range(rows):
                     for index in range(kind.sum_tokens):
-                        weight = step.splat(0, step.intp(r), builder.add(token, step.intp(index)))
+                        weight = step.splat(0, step.index(r), builder.add(token, step.index(index)))
                         for values, slot in zip(vectors, slots[r], strict=True):
                             total = builder.load(slot, typ=step.vector)
                             builder.store(step.add_product(weight, values[index], total), slot)
             for r in range(rows):
                 for start, slot in zip(starts, slots[r], strict=True):
-                    step.store(builder.load(slot, typ=step.vector), 8, step.intp(r), step.intp(start))
+                    step.store(builder.load(slot, typ=step.vector), 8, step.index(r), step.index(start))
         return context.get_dummy_value()
 
     @intrinsic

@@ -61,7 +61,8 @@ class Step:
             for kind, value in zip(signature.args, args, strict=True)
         ]
 
-    def intp(self, value):
+    def index(self, value):
+        """A Python int as an LLVM constant of numba's index type."""
         return ir.Constant(self.context.get_value_type(types.intp), value)
 
     def pointer(self, array, kind, *index):
@@ -84,7 +85,7 @@ class Step:
 
     def clamp_row(self, array, row):
         """The row; past the last one of the array, that is read again: its weight is zero or its score is dropped."""
-        last = self.builder.sub(cgutils.unpack_tuple(self.builder, self.arrays[array].shape)[0], self.intp(1))
+        last = self.builder.sub(cgutils.unpack_tuple(self.builder, self.arrays[array].shape)[0], self.index(1))
         return self.builder.select(self.builder.icmp_signed("<", row, last), row, last)
 
     def bytes(self, plane, row, channel):
@@ -105,7 +106,7 @@ class Step:
         for token in tokens:
             offset = token * self.width // 8
             if offset not in rows:
-                rows[offset] = self.bytes(plane, self.builder.add(row, self.intp(offset)), channel)
+                rows[offset] = self.bytes(plane, self.builder.add(row, self.index(offset)), channel)
             mask = ((1 << self.width) - 1) << (token * self.width % 8)
             masked = self.builder.and_(rows[offset], self.all_lanes(mask))
             out.append(self.builder.sitofp(masked, self.vector))
@@ -149,7 +150,7 @@ class Step:
     def add_dots(self, totals, rows, channel, values):
         """Add the products of `rows` queries, from `channel` on, with one vector of each token to their totals."""
         for row in range(rows):
-            query = self.load(0, self.intp(row), channel)
+            query = self.load(0, self.index(row), channel)
             for index, value in enumerate(values):
                 place = len(values) * row + index
                 totals[place] = self.add_product(query, value, totals[place])
@@ -161,8 +162,8 @@ class Step:
         for place in range(0, len(totals), kind.count):
             lanes = list(range(place % self.lanes, place % self.lanes + kind.count))
             part = self.shuffle(sums[place // self.lanes], sums[place // self.lanes], lanes)
-            at = self.builder.add(token, self.intp(place % tokens))
-            self.builder.store(part, self.pointer(array, kind, self.intp(place // tokens), at)).align = 4
+            at = self.builder.add(token, self.index(place % tokens))
+            self.builder.store(part, self.pointer(array, kind, self.index(place // tokens), at)).align = 4
 
     def shuffle(self, one, two, places):
         return self.builder.shuffle_vector(one, two, ir.Constant(ir.VectorType(INT, len(places)), places))
@@ -173,9 +174,9 @@ class Step:
     @contextlib.contextmanager
     def steps(self, count, tokens):
         """A loop over `count` tokens, `tokens` at a time; gives the first of each step."""
-        number = self.builder.sdiv(self.builder.add(count, self.intp(tokens - 1)), self.intp(tokens))
+        number = self.builder.sdiv(self.builder.add(count, self.index(tokens - 1)), self.index(tokens))
         with cgutils.for_range(self.builder, number, intp=number.type) as loop:
-            yield self.builder.mul(loop.index, self.intp(tokens))
+            yield self.builder.mul(loop.index, self.index(tokens))
 
     def _every_other(self, one, two, start):
         return self.shuffle(one, two, list(range(start, 2 * self.lanes, 2)))
@@ -190,12 +191,13 @@ def loop_over_steps(width, build):
         return types.void(queries, plane, types.intp, types.intp, found, types.intp), build
 
     @numba.njit(nogil=True, inline="always")
-    def all_steps(queries, plane, channel, first, count, found):
+    def all_dots(queries, plane, channel, first, count, found):
+        """`found[query, token]` become the products of queries with the codes of `count` tokens from `first` on."""
         for token in range(0, count, per_step):
             dot_step(queries, plane, (first + token) * width // 8, channel, found, token)
 
     per_step = step_tokens(width)
-    return all_steps
+    return all_dots
 
 
 @functools.cache
@@ -213,9 +215,9 @@ def dots(width: int, span: int, rows: int):
         for half in range(0, step_tokens(width), 4):
             totals = [step.zero() for _ in range(4 * rows)]
             for start in range(0, span, step.lanes):
-                at = builder.add(channel, step.intp(start))
-                step.add_dots(totals, rows, step.intp(start), step.codes(1, row, at, range(half, half + 4)))
-            step.store_sums(totals, 4, 4, builder.add(token, step.intp(half)))
+                at = builder.add(channel, step.index(start))
+                step.add_dots(totals, rows, step.index(start), step.codes(1, row, at, range(half, half + 4)))
+            step.store_sums(totals, 4, 4, builder.add(token, step.index(half)))
         return context.get_dummy_value()
 
     return loop_over_steps(width, build)
@@ -235,23 +237,23 @@ def sums(width: int, span: int, rows: int):
         _, _, channel, first, count, _ = args
         tokens = step_tokens(width)
         for start in range(0, span, together * step.lanes):
-            ats = [builder.add(channel, step.intp(start + part * step.lanes)) for part in range(together)]
+            ats = [builder.add(channel, step.index(start + part * step.lanes)) for part in range(together)]
             totals = [
-                [cgutils.alloca_once_value(builder, step.load(5, step.intp(r), at)) for at in ats] for r in range(rows)
+                [cgutils.alloca_once_value(builder, step.load(5, step.index(r), at)) for at in ats] for r in range(rows)
             ]
             with step.steps(count, tokens) as token:
-                row = builder.sdiv(builder.mul(builder.add(first, token), step.intp(width)), step.intp(8))
+                row = builder.sdiv(builder.mul(builder.add(first, token), step.index(width)), step.index(8))
                 codes = [step.codes(1, row, at, range(tokens)) for at in ats]
                 for r in range(rows):
                     for index in range(tokens):
-                        weight = step.splat(0, step.intp(r), builder.add(token, step.intp(index)))
+                        weight = step.splat(0, step.index(r), builder.add(token, step.index(index)))
                         for part in range(together):
                             slot = totals[r][part]
                             total = builder.load(slot, typ=step.vector)
                             builder.store(step.add_product(weight, codes[part][index], total), slot)
             for r in range(rows):
                 for at, slot in zip(ats, totals[r], strict=True):
-                    step.store(builder.load(slot, typ=step.vector), 5, step.intp(r), at)
+                    step.store(builder.load(slot, typ=step.vector), 5, step.index(r), at)
         return context.get_dummy_value()
 
     @intrinsic
@@ -280,21 +282,22 @@ def statistics(groups: int, low: str, top: int, lanes: int):
             loaded.align = 2
             return loaded
 
-        def of_group(loaded, group):
+        def lanes_of(loaded, group):
+            """The number of one group from each token: every `groups`-th lane of `loaded` from `group` on."""
             return step.shuffle(loaded, loaded, list(range(group, lanes * groups, groups)))
 
         scales = read(0, half)
         lows = read(1, half if low == "float" else ir.VectorType(ir.IntType(16), lanes * groups))
         for group in range(groups):
-            scale = builder.fpext(of_group(scales, group), step.vector)
+            scale = builder.fpext(lanes_of(scales, group), step.vector)
             if low == "float":
-                least = builder.fpext(of_group(lows, group), step.vector)
+                least = builder.fpext(lanes_of(lows, group), step.vector)
             elif low == "integer":
-                least = builder.fneg(builder.fmul(scale, builder.sitofp(of_group(lows, group), step.vector)))
+                least = builder.fneg(builder.fmul(scale, builder.sitofp(lanes_of(lows, group), step.vector)))
             else:
                 least = builder.fmul(scale, ir.Constant(step.vector, [-float(top)] * lanes))
             for kind, values in enumerate((scale, least)):
-                step.store(values, 3, step.intp(kind), step.intp(group), place)
+                step.store(values, 3, step.index(kind), step.index(group), place)
         return context.get_dummy_value()
 
     @intrinsic

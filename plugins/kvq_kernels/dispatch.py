@@ -98,7 +98,7 @@ class FusedCodec(Codec):
 
 
 def searcher_for(codec: Codec, states: Tensor) -> Searcher | None:
-    """The compiled search of the codebook for such states: Triton on CUDA, numba on a CPU; None: the codec's own."""
+    """The compiled nearest-entry search of a `VectorQuantizer` (not e8p), by device; None: the codec's own."""
     quantizer = codec.quantizer
     if type(quantizer) is not VectorQuantizer or quantizer.codebook == "e8p" or states.dtype not in COMPUTED:
         return None

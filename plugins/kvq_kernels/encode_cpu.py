@@ -320,13 +320,13 @@ def _search_loop(signed):
 
     def build(context, builder, signature, args):
         step = _Vectors(context, builder, signature, args, 8, LANES)
-        at = [builder.add(args[5], step.intp(index)) for index in range(TOGETHER)]
+        at = [builder.add(args[5], step.index(index)) for index in range(TOGETHER)]
         vectors = [step.vector_of(row, signed) for row in at]
         wide = ir.VectorType(INT, LANES)
         lanes = ir.Constant(wide, list(range(LANES)))
         best, where = [None] * TOGETHER, [ir.Constant(wide, [0] * LANES)] * TOGETHER
         for first in range(0, ENTRIES, LANES):
-            columns = [step.load(1, step.intp(channel), step.intp(first)) for channel in range(GROUP + 1)]
+            columns = [step.load(1, step.index(channel), step.index(first)) for channel in range(GROUP + 1)]
             for index, channels in enumerate(vectors):
                 score = columns[GROUP]
                 for column, channel in zip(columns[:GROUP], channels, strict=True):
@@ -364,7 +364,7 @@ class _Vectors(Step):
 
     def _vector(self, row):
         kind = ir.VectorType(ir.FloatType(), GROUP)
-        found = self.builder.load(self.pointer(0, kind, row, self.intp(0)), typ=kind)
+        found = self.builder.load(self.pointer(0, kind, row, self.index(0)), typ=kind)
         found.align = 4
         return found
 

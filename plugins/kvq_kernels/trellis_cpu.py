@@ -27,6 +27,7 @@ def _step(memory, width):
 
     @numba.njit(**_OPTIONS)
     def step(cost, best, least, back, book, x, weight):
+        """Add component `x` to the path costs `[states]` in place; `back` gets predecessors; others: scratch."""
         half = states >> 1
         for s in range(half):
             other = cost[half + s]

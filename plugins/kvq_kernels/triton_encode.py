@@ -135,7 +135,7 @@ def _channel_codes(
     y, inside, line, first, scale, low_at, low_given, high_given, size, clip, levels, top, dim,
     given: tl.constexpr, kind: tl.constexpr, d: tl.constexpr,
 ):  # fmt: skip
-    """Codes of a tile and their decoded values, by statistics per channel; `line` is the block's first group."""
+    """Codes of a tile, decoded too, by statistics per channel, which are fitted (or `given`) and stored at `scale`."""
     channels = tl.arange(0, d)
     where = (line + first // size) * dim + channels
     if given:
@@ -177,9 +177,9 @@ def _token_codes(
 
 @triton.jit
 @no_type_check
-def _gains(y, read, norms, fits, gain: tl.constexpr):
-    """The factor of each token, 1 where its denominator is zero."""
-    y, read = tl.where(fits, y, 0.0), tl.where(fits, read, 0.0)
+def _gains(y, read, inside, gain: tl.constexpr):
+    """The factor of each token's decoded form `read`; 1 where its denominator is zero; `inside`: what exists."""
+    y, read = tl.where(inside, y, 0.0), tl.where(inside, read, 0.0)
     if gain == 1:  # l2
         top, bottom = tl.sum(y * read, 1), tl.sum(read * read, 1)
     elif gain == 2:  # norm
@@ -248,7 +248,7 @@ def encode_tile(
             y, inside, line * tokens + first, scale, low_at, groups, clip, levels, top, dim, kind, span, n, d
         )
     if gain > 0:
-        factor = _gains(y, read, norms, fits, gain)
+        factor = _gains(y, read, fits, gain)
         norms = norms * factor if normed else factor
     if normed or gain > 0:
         tl.store(norm_at + line * tokens + first + near, _to_fp16(norms), mask=inside)

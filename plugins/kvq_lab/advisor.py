@@ -136,7 +136,7 @@ class Advisor:
             raise ConfigError(f"context={question.context}: model={self.model.name} takes at most {longest} tokens")
 
     def choices(self) -> list[Recommendation]:
-        """At most `MOST` formats, the cheapest first, or the best first where only memory is bounded."""
+        """At most `MOST` formats, the cheapest first where the question bounds the loss, else the best first."""
         nearest, *others = [[row for row in rows if self._fits(row.record)] for rows in self._nearest_tables()]
         rows = {row.record.key: row for row in nearest}
         ranked = self._rank([row.record for row in nearest])
@@ -175,6 +175,7 @@ class Advisor:
         return fits and (loss is None or record.metrics["delta_nll"] <= loss)
 
     def _is_candidate(self, row: Row) -> bool:
+        """Whether a row is a finished run, of the asked engine, with windows enough to compare; bounds: `_fits`."""
         prefix = "" if self.question.engine is None else f"engine/{self.question.engine}"
         known = not (row.baseline or row.stale or row.variant) and "delta_nll" in row.record.metrics
         if not known or row.record.status != "done" or not row.record.method.startswith(prefix):
@@ -189,6 +190,7 @@ class Advisor:
         """
 
         def nearness(rows: list[Row]) -> tuple[int, int]:
+            """Sort key, nearest first: 0 this model, 1 its family, 2 a real model, 3 any other; then more rows."""
             model = rows[0].record.model
             ranks = (model == self.model.name, name_prefix(model) == name_prefix(self.model.name), _of_real_model(rows))
             return ranks.index(True) if any(ranks) else len(ranks), -len(rows)
@@ -311,8 +313,8 @@ def fp16_bytes(shape: CacheShape, context: int, batch: int) -> float:
     return (cache_bytes(shape, "fp16", "", context) or 0.0) * batch
 
 
-def recommendation_text(choice: Recommendation, place: int, full: float) -> str:
-    """The text of a recommendation, in four lines and one for each other real model."""
+def recommendation_text(choice: Recommendation, rank: int, fp16_bytes: float) -> str:
+    """A recommendation, in four lines and one for each other real model; `fp16_bytes`: of the cache in fp16."""
     metrics, record = choice.row.record.metrics, choice.row.record
     error = metrics.get("delta_nll_se")
     loss = f"{metrics['delta_nll']:+.4f}" + ("" if error is None else f" ± {error:.4f}")
@@ -324,8 +326,8 @@ def recommendation_text(choice: Recommendation, place: int, full: float) -> str:
     pays = f"; tables pay from tokens in flight: {choice.row.pays_text}" if measured_here else ""
     return "\n".join(
         (
-            f"{place}. {name}: {choice.line}",
-            f"   {format_bytes(choice.bytes)}, {full / choice.bytes:.1f} times less than fp16{tables}{pays}",
+            f"{rank}. {name}: {choice.line}",
+            f"   {format_bytes(choice.bytes)}, {fp16_bytes / choice.bytes:.1f} times less than fp16{tables}{pays}",
             f"   loss {loss} nats per token{tail}{noise}",
             f"   {choice.evidence}; {record.dataset}, {metrics.get('windows', 0):.0f} windows",
             *(f"   {words}" for words in choice.elsewhere),

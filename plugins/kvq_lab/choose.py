@@ -84,7 +84,7 @@ def _model_words(model: str) -> tuple[str, ...]:
 
 
 class _TimeLeft(ProgressColumn):
-    """The time left, as minutes:seconds."""
+    """The time until the question's minutes are over, as minutes:seconds."""
 
     def __init__(self, choosing: Chooser) -> None:
         super().__init__()
@@ -131,14 +131,15 @@ def _choose(words: list[str]) -> int:
     with _show_progress(choosing, console) as progress:
         task = progress.add_task("full precision, canaries", total=None)
 
-        def say(line: str) -> None:
+        def print_above_bar(line: str) -> None:
+            """Print a line above the progress bar, and show in the bar how many formats are left."""
             progress.update(task, description=f"{len(choosing.state.left)} left")
             progress.console.print(printable(line), markup=False, highlight=False, soft_wrap=True)
 
         try:
-            run_stages(choosing, say)
+            run_stages(choosing, print_above_bar)
         except (SystemExit, KeyboardInterrupt):  # Ctrl-C: what is measured so far is the answer
-            say("interrupted")
+            print_above_bar("interrupted")
     print(printable(answer_text(choosing)))
     if choosing.state.rounds:
         print(f"card: {write_card(choosing)}")

@@ -263,7 +263,7 @@ class Chooser:
         return path
 
     def plan(self) -> str:
-        """What will be done, in two lines."""
+        """What will be measured, in two lines, and a line for each format that is left out, with the reason."""
         formats, minutes = len(self.formats), self.question.minutes
         shown = f"{formats} format{'s' * (formats > 1)} of {self.question.engine or 'several engines'}"
         memory = f" in {format_bytes(self.question.memory)}" if self.question.memory is not None else ""

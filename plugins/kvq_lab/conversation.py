@@ -36,7 +36,7 @@ _OF_BRANCHES = ("fork_difference", "shared_bytes", "once_bytes", "separate_bytes
 
 
 def check(inputs: Inputs, method: Method) -> None:
-    """Raise `Unsupported` for a residual without order, `ConfigError` for conversations longer than the model takes."""
+    """Raise `Unsupported` where a method cannot read a prompt in chunks as asked, `ConfigError` for too many tokens."""
     task: ConversationConfig = inputs.config.task
     check_prefill(method, task.prefill)
     turns = max(task.turns, 2 if task.branches else 1)
@@ -141,7 +141,7 @@ def measure(inputs: Inputs, method: Method, baseline: Baseline | None, journal: 
     found, samples = scored_rows(journal, "conversation", len(tokens), score)
     metrics = dict(found[-1]["storage"]) | turn_metrics(found, task.answer)
     if baseline is not None:
-        metrics |= _differences(samples, baseline.samples, task.answer)
+        metrics |= _losses_over_baseline(samples, baseline.samples, task.answer)
     return Measurement(metrics, units_of(metrics), samples)
 
 
@@ -165,8 +165,8 @@ def _by_turn(name: str, values: Iterable[float]) -> dict[str, float]:
     return {f"{name}[turn={turn}]": value for turn, value in enumerate(values, 1)}
 
 
-def _differences(rows: Sequence[Row], baseline: Sequence[Row], answer: int) -> dict[str, float]:
-    """Losses over the baseline's, with paired standard errors over conversations, which lie apart in the text."""
+def _losses_over_baseline(rows: Sequence[Row], baseline: Sequence[Row], answer: int) -> dict[str, float]:
+    """In all and by turn, with paired standard errors over conversations; `answer`: tokens scored in each turn."""
     pairs: dict[str, tuple[Sequence[Row], Sequence[Row]]] = {"": (rows, baseline)}
     for turn in range(len(rows[0]["turns"])):
         mine, full = (

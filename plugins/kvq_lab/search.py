@@ -221,9 +221,10 @@ class Search:
         jobs = [[*fixed, *trial.words] for trial in batch]
         self._launch(jobs)
         for job, trial in zip(jobs, batch, strict=True):
-            self._read_result(job, trial)
+            self._fill_from_record(job, trial)
 
-    def _read_result(self, job: Sequence[str], trial: Trial) -> None:
+    def _fill_from_record(self, job: Sequence[str], trial: Trial) -> None:
+        """Set a trial's key and objective values from the record of its job, or the reason why there are none."""
         try:
             state, why, record = Prepared(composed(job)).state
         except KvqError as error:

@@ -48,7 +48,7 @@ def ppl_settings(task: SensitivityConfig) -> PplConfig:
 
 
 def check(inputs: Inputs, method: Method) -> None:
-    """Raise `Unsupported` for a method without a codec for each side of a layer."""
+    """Raise `Unsupported` where a layer's keys or values are not quantized independently of all others."""
     task: SensitivityConfig = inputs.config.task
     inputs.check_context(task.context)
     method.check_needs("task=sensitivity", "sides_apart")

@@ -98,7 +98,7 @@ def _forbid_other_fields(schema: Schema) -> Schema:
 
 
 def _arguments_fit(arguments: Mapping[str, Any], allowed: Mapping[str, Sequence[Any]], loose: bool) -> bool:
-    """Whether each argument has one of its allowed values; one with "" among them may be left out."""
+    """Whether all are known arguments with an allowed value (`is_allowed`); one with "" among them may be left out."""
     if not arguments.keys() <= allowed.keys():
         return False
     return all(
@@ -260,7 +260,7 @@ def answer_batch(reader: Reader, inputs: Inputs, batch: Sequence[ToolItem]) -> l
 
 
 def check(inputs: Inputs, method: Method) -> None:
-    """Raise `Unsupported` for a residual without order, `ConfigError` and `DataError` as `requests`."""
+    """Raise `Unsupported` where a method cannot read prompts as `task.prefill` asks; errors of `requests`."""
     check_prefill(method, inputs.config.task.prefill)
     requests(inputs)
 

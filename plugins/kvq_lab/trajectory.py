@@ -57,7 +57,7 @@ def cut_passages(inputs: Inputs) -> list[list[int]]:
 
 
 def check(inputs: Inputs, method: Method) -> None:
-    """Raise `Unsupported` for a residual without order, `ConfigError` for passages longer than the model takes."""
+    """Raise `Unsupported` where a method cannot read a prompt in chunks as asked, `ConfigError` for long passages."""
     task: TrajectoryConfig = inputs.config.task
     check_prefill(method, task.prefill)
     error = f"task.new_tokens={task.new_tokens}: after {task.context} tokens;"

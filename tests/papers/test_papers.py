@@ -18,7 +18,7 @@ from kvq.config.identity import by_names, canonical
 from kvq.config.layout import LayoutConfig
 from kvq.papers import expected
 from kvq.papers.expected import experiment_of, layout_named, names, print_cost
-from kvq.papers.sweep import cells_of, group_jobs, jobs_of, missing_choices, stand_in_of, sweep_of
+from kvq.papers.sweep import cells_of, group_jobs, jobs_of, missing_choices, stand_in_overrides, sweep_of
 from kvq.report.tables.experiment_files import write_experiments
 from kvq.report.tables.experiments import Answers, Experiment, by_signature, shown_cells, signature
 from kvq.report.tables.readings import Published, read_reference
@@ -135,7 +135,8 @@ def test_the_real_model_has_what_embedded_ones_have_and_its_own() -> None:
 
 def _words_on_the_real_model(name: str) -> set[str]:
     layout, given = layouts()[name], ["model=smollm2_135m"]
-    return {word for job in jobs_of(cells_of(layout), given, stand_in_of(layout, given[0][6:]) or {}) for word in job}
+    small = stand_in_overrides(layout, "smollm2_135m") or {}
+    return {word for job in jobs_of(cells_of(layout), given, small) for word in job}
 
 
 def test_a_record_is_found_by_what_it_measures(tmp_path: Path) -> None:

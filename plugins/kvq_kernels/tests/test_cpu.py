@@ -215,7 +215,7 @@ def test_any_levels_and_codebooks(tables, dims, data):
     [
         ("engine/llamacpp_iq4_nl", 4, "LevelsQuantizer has"),
         ("turboquant", 5, "LloydMaxQuantizer of 5 bits has"),
-        ("engine/vllm_turboquant_4bit_nc", 4, "LloydMaxQuantizer with tokens scaled to norm 1 has"),
+        ("engine/vllm_turboquant_4bit_nc", 4, "NormalQuantizer with tokens scaled to norm 1 has"),
     ],
 )
 def test_unfit(name, bits, reason):

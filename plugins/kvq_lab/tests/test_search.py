@@ -74,7 +74,7 @@ def test_bad_settings_are_one_line(settings: dict[str, object], said: str) -> No
 class Made(Search):
     """A search whose runs have values by a formula: fewer bits cost more, and some runs are refused."""
 
-    def _read_result(self, job: Sequence[str], trial: Trial) -> None:
+    def _fill_from_record(self, job: Sequence[str], trial: Trial) -> None:
         bits, size = (int(word.partition("=")[2]) for word in job[-2:])
         trial.key = f"{bits}-{size}".ljust(64, "0")
         trial.values = None if (bits, size) == (3, 1) else [1 / bits + size / 100, bits + 1 / size]
