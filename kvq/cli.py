@@ -26,8 +26,8 @@ from kvq.config import CONFIG_NAME, VERSION_BASE, compose, conf_dir, plugins, re
 from kvq.config.bits import check_range
 from kvq.config.composing import register
 from kvq.config.explain import COMPOSE_ERRORS, ONE_PROCESS, USAGE, explain, overview, setting_of, value_for_choice
-from kvq.config.layout import LayoutConfig
 from kvq.config.method import with_current_names
+from kvq.config.run import LayoutConfig
 from kvq.errors import ConfigError, KvqError, Unsupported, check_path, printable
 
 if TYPE_CHECKING:

@@ -26,11 +26,9 @@ from kvq.data.rows import describe_source
 from kvq.errors import DataError, KvqError, RecordError, Unsupported, printable
 from kvq.methods.build import method_of
 from kvq.methods.method import Method, bind_kept_keys
-from kvq.models.inputs import Inputs
+from kvq.models.inputs import Inputs, cache_shape
 from kvq.models.layers import latent_numbers
-from kvq.models.load import text_config_of
-from kvq.models.placing import full_fp32_products, onednn_linear
-from kvq.models.shapes import cache_shape
+from kvq.models.load import full_fp32_products, onednn_linear, text_config_of
 from kvq.models.weights import rounded_weights
 from kvq.report.tables.formats import print_tables
 from kvq.report.wandb import track
@@ -39,9 +37,8 @@ from kvq.results.files import Journal
 from kvq.results.metrics import units_of
 from kvq.results.presets import with_departures
 from kvq.results.provenance import PeakMemory, collect, full_precision_words, single_command, timed, utc_now
-from kvq.results.record import Status
+from kvq.results.record import Status, Versions, versions_of
 from kvq.results.store import State
-from kvq.results.versions import Versions, versions_of
 from kvq.tasks.measurement import Baseline, Measurement, task_of
 
 Words = Callable[[], Sequence[str] | None]

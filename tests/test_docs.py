@@ -34,7 +34,7 @@ from kvq.report import __main__ as report
 from kvq.report.tables.build import build_tables
 from kvq.report.tables.formats import csv, markdown
 from kvq.results import Record, Store, is_stale
-from kvq.results.versions import code_hash
+from kvq.results.record import code_hash
 from tests.random_models import llama
 
 ROOT = Path(__file__).resolve().parents[1]

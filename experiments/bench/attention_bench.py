@@ -16,7 +16,7 @@ from torch.nn.functional import scaled_dot_product_attention as sdpa
 from kvq.calibration.budget import fit_sharing, joint_parts
 from kvq.codecs import JointMoments, Rope, bind_codec, rope_table
 from kvq.kernels import PackedStates, attend, fuse_codec
-from kvq.kernels.dispatch import choose_kernel
+from kvq.kernels.eager import choose_kernel
 from kvq.methods.build import build_method
 from kvq.methods.method import Method
 

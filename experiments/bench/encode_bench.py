@@ -10,7 +10,7 @@ from attention_bench import in_turns, ratios, replayed
 from kvq_kernels.dispatch import FusedCodec, encoder_for
 
 from kvq.codecs import Codec, trellis
-from kvq.config.residual import PrefillBlock
+from kvq.config.method import PrefillBlock
 from kvq.methods.build import build_method
 
 PREFILL, FLUSHED = 4096, 128

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from transformers import LlamaConfig, LlamaModel
 
-from kvq.models.placing import onednn_linear
+from kvq.models.load import onednn_linear
 
 LENGTHS = (1, 128, 1024)
 SHAPE = {"hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30, "num_attention_heads": 9}

@@ -19,8 +19,7 @@ from joint_bench import core_seconds
 from kvq.calibration.fit import load_or_fit
 from kvq.config.explain import composed
 from kvq.methods.method import Method
-from kvq.models.load import LoadedModel
-from kvq.models.placing import onednn_linear
+from kvq.models.load import LoadedModel, onednn_linear
 from kvq.results.provenance import cpu_name
 from kvq.runs import Prepared
 from kvq.tasks.ppl import ppl_windows, reference_of, run_ppl

@@ -30,8 +30,7 @@ from kvq.cache.rotary import RopeTable, angles, styles_of
 from kvq.codecs.codec import isolated
 from kvq.errors import ConfigError, Unsupported
 from kvq.models.layers import kv_layers_of, window_of
-from kvq.models.load import LoadedModel
-from kvq.models.placing import unwrapped
+from kvq.models.load import LoadedModel, unwrapped
 
 ATTENTIONS = ("dense", "packed")
 

@@ -21,7 +21,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, Linea
 from kvq.cache.store import Recompression
 from kvq.errors import Unsupported
 from kvq.models.layers import KvLayer, state_layers_of
-from kvq.models.placing import base_of, device_of
+from kvq.models.load import base_of, device_of
 
 NO_CROP = "a layer keeps a state of fixed size, from which tokens cannot be taken back (fork() the cache before)"
 """The reason why `crop` is refused."""

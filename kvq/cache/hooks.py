@@ -19,7 +19,7 @@ from transformers.cache_utils import Cache, EncoderDecoderCache
 from kvq.cache.observe import Attended, hook_attention_functions, scaling_of
 from kvq.errors import Unsupported
 from kvq.models.layers import window_of
-from kvq.models.placing import base_of
+from kvq.models.load import base_of
 
 _CACHE_NAMES = ("past_key_values", "past_key_value", "layer_past")
 _ENCODER_NAMES = ("encoder_hidden_states", "key_value_states")

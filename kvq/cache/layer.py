@@ -195,15 +195,6 @@ class RecordedUpdate:
     value_states: Tensor
     head: int
 
-    def repeat_without(self, last: int) -> tuple[CacheSide, CacheSide]:
-        """Repeat the update without its `last` tokens, and return the sides for keys and values."""
-        count = self.key_states.shape[2] - last
-        for side, states in ((self.key, self.key_states), (self.value, self.value_states)):
-            side.forget(side.tokens + count)
-            if count:
-                side.append_then_steps(states[:, :, :count], min(self.head, count))
-        return self.key, self.value
-
 
 class KVCacheLayer(Layer):
     """Keys and values of one attention layer, each with its own codec and residual policy."""
@@ -360,7 +351,12 @@ class KVCacheLayer(Layer):
             self._check_sides(remove)
         except Unsupported:
             assert recorded is not None
-            self.key, self.value = recorded.repeat_without(remove)
+            self.key, self.value = recorded.key, recorded.value
+            count = recorded.key_states.shape[2] - remove
+            for side, states in ((self.key, recorded.key_states), (self.value, recorded.value_states)):
+                side.forget(side.tokens + count)
+                if count:
+                    side.append_then_steps(states[:, :, :count], min(recorded.head, count))
         else:
             for side in (self.key, self.value):
                 side.crop(remove)

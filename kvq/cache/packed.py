@@ -21,17 +21,17 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMa
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from kvq.cache.hooks import attentions
-from kvq.cache.joined import JoinedLayer
 from kvq.cache.layer import KVCacheLayer
 from kvq.cache.observe import scaling_of
+from kvq.cache.padded import JoinedLayer
 from kvq.cache.side import CacheSide
 from kvq.cache.store import narrow_rope
 from kvq.codecs import Codec
-from kvq.config.residual import ResidualSide
+from kvq.config.method import ResidualSide
 from kvq.errors import Unsupported
 from kvq.kernels import PackedStates, attend, fuse_codec
 from kvq.models.layers import head_dims_of, state_layers_of
-from kvq.models.placing import base_of
+from kvq.models.load import base_of
 
 PREFIX = "kvq_"
 ORIGINALS = ("sdpa", "eager")

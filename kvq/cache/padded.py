@@ -1,14 +1,15 @@
-"""Left-padded batches: a cache without their padding, in which each sequence is stored as in a batch of its own.
+"""Layers made of others: of left-padded batches, and of keys and values that are one store.
 
-Sequences with as many tokens of padding lie together in one layer. No padding is stored or in statistics. Attention
-reads zeros in its columns, which the model's own mask hides. `KVCache.together` makes a batch of caches.
+A padded batch is a cache without its padding, in which each sequence is stored as in a batch of its own. Sequences with
+as many tokens of padding lie together in one layer. No padding is stored or in statistics. Attention reads zeros in its
+columns, which the model's own mask hides. `KVCache.together` makes a batch of caches.
 """
 
 from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,9 +18,11 @@ from torch import Tensor
 
 from kvq.cache.chunk_masks import SourceColumns
 from kvq.cache.contents import CountedCache, StateLayer, place_layers
-from kvq.cache.layer import Layer, outside
+from kvq.cache.layer import KVCacheLayer, Layer, Read, drop, outside
 from kvq.cache.rotary import RopeTable
+from kvq.cache.side import CacheSide
 from kvq.errors import Unsupported
+from kvq.kernels import PackedStates
 from kvq.models.layers import KvLayer
 
 
@@ -253,3 +256,74 @@ class PaddableCache(CountedCache):
         each = zip(*(fork._batch_layers for fork in forks), strict=True)
         found._set_layers([PaddedLayer.join(layers) for layers in each])
         return found
+
+
+class ValuesOfKeys:
+    """Stands for the values of a `JoinedLayer`, which its keys' side stores: 0 bytes here, tokens as there."""
+
+    codec = None
+    uses_rope = wants_hidden = False
+    packed_bytes = residual_bytes = elements_per_token = 0
+    bits_per_element = 0.0
+    recompression = None
+
+    def __init__(self, holder: CacheSide) -> None:
+        self.holder = holder
+        self.rope: RopeTable | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        """Any other attribute is the holder's."""
+        if name == "holder":  # before it is set
+            raise AttributeError(name)
+        return getattr(self.holder, name)
+
+    def fork(self) -> ValuesOfKeys:
+        return ValuesOfKeys(self.holder)
+
+    def _nothing(self, *_: Any) -> None:
+        """Do nothing: the holder does it for both."""
+
+    append_then_steps = reset = select = crop = check_crop = forget = _nothing
+    write = read = check_finite = receive_hidden = receive_tokens = _nothing
+
+
+class JoinedLayer(KVCacheLayer):
+    """A layer whose `side` stores keys and values together: `[batch, 2 x heads, tokens, head_dim]`, keys first."""
+
+    def __init__(self, side: CacheSide, window: int | None = None) -> None:
+        super().__init__(side, side, window)
+        self.value = ValuesOfKeys(side)
+
+    def _map_sides(
+        self, call: Callable[[CacheSide, Tensor], Read], key_states: Tensor, value_states: Tensor
+    ) -> tuple[Read, Read]:
+        found, heads = call(self.key, torch.cat([key_states, value_states], 1)), key_states.shape[1]
+        return _select_heads(found, slice(0, heads)), _select_heads(found, slice(heads, 2 * heads))
+
+    def _keep_state(self, key_states: Tensor, value_states: Tensor) -> int:
+        """As the base, which records what undoes an update, on keys and values joined."""
+        both = torch.cat([key_states, value_states], 1)
+        return super()._keep_state(both, both)
+
+    def _drop_hidden(self) -> None:
+        if self._hidden_tokens:
+            drop((self.key,), self._hidden_tokens)
+
+    def crop(self, tokens_to_remove: int) -> None:
+        super().crop(tokens_to_remove)
+        self.value = ValuesOfKeys(self.key)
+
+    def fork(self) -> JoinedLayer:
+        other = super().fork()
+        assert isinstance(other, JoinedLayer)
+        other.value = ValuesOfKeys(other.key)
+        return other
+
+
+def _select_heads(found: Any, which: slice) -> Any:
+    """Some heads of what a side returns: states, `PackedStates`, or a pair of states of which one may be None."""
+    if isinstance(found, PackedStates):
+        return found.select_heads(which)
+    if isinstance(found, Tensor):
+        return found[:, which]
+    return tuple(part if part is None else part[:, which] for part in found)

@@ -16,7 +16,7 @@ from kvq.codecs import Growable
 from kvq.codecs.packed import append_rows
 from kvq.codecs.stages import Rope
 from kvq.errors import Unsupported
-from kvq.models.placing import base_of, device_of
+from kvq.models.load import base_of, device_of
 
 PROBE_TOKENS = 24
 _TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-6, torch.bfloat16: 2e-2, torch.float16: 2e-3}

@@ -16,7 +16,7 @@ from kvq.cache.store import BlockStore, TokenStore
 from kvq.codecs import Codec, Growable, Packed
 from kvq.codecs.packed import append_rows
 from kvq.codecs.stages import Rope
-from kvq.config.residual import Policy, PrefillBlock, ResidualSide, leaving
+from kvq.config.method import Policy, PrefillBlock, ResidualSide, leaving
 from kvq.errors import DataError, Unsupported
 
 States = Float[Tensor, "batch heads _tokens head_dim"]

@@ -23,8 +23,7 @@ from kvq.codecs import Rope
 from kvq.config.method import CalibrationConfig
 from kvq.errors import DataError, Unsupported
 from kvq.models.layers import places_of
-from kvq.models.load import LoadedModel
-from kvq.models.placing import base_of
+from kvq.models.load import LoadedModel, base_of
 from kvq.models.weights import weights_name
 
 LOGIT_CHUNK = 256

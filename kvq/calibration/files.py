@@ -20,6 +20,7 @@ from filelock import FileLock
 from torch import Tensor
 
 import kvq.codecs
+from kvq.cache.files import dump, read_tensors
 from kvq.calibration.text import fingerprint_of
 from kvq.codecs import Codec, bind_codec, calibrated_parts
 from kvq.codecs.quantizers import without_prefix
@@ -30,8 +31,7 @@ from kvq.errors import DataError, RecordError, Unsupported, reason_of
 from kvq.methods.method import Method
 from kvq.models.inputs import Inputs
 from kvq.results.files import write_file
-from kvq.results.tensor_files import dump, read_tensors
-from kvq.results.versions import versions_of_parts
+from kvq.results.record import versions_of_parts
 
 _LENGTHS = {"32k": 2**15, "1m": 2**20}
 """Sequence lengths for which metrics state the bits of tables, besides the measured length."""

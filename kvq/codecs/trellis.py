@@ -132,7 +132,7 @@ LEAST_MEMORY, MOST_MEMORY = 6, 12
 
 
 class LongTrellis:
-    """Tables of more than 2^8 states; `version` is raised where they are trained anew (`kvq.results.versions`)."""
+    """Tables of more than 2^8 states; `version` is raised where they are trained anew (`kvq.results.record`)."""
 
     version: ClassVar[int] = 2
 

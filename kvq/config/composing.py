@@ -51,7 +51,13 @@ class Files(NamedTuple):
 
 def register(config_dir: str | Path | None = None) -> Files:
     """Put schemas and rows of tables, those of plugins too, where Hydra finds them; return the folders."""
-    files = files_of(config_dir)
+    folders = tuple(plugins.conf_dirs(config_dir))
+    files = (_unchanged or {}).get(folders)
+    if files is None:
+        state = _schemas(), [entry for folder in folders for entry in _stamps(folder)]
+        files = Files(folders, hashlib.sha256(repr(state).encode()).hexdigest())
+        if _unchanged is not None:
+            _unchanged[folders] = files
     _register(files, plugins.folder_in_use(config_dir))
     return files
 
@@ -106,18 +112,6 @@ def composition(overrides: Sequence[str], config_dir: str | Path | None = None) 
     """As `compose`, with the choices that were made."""
     files, words = register(config_dir), with_current_names(overrides)
     return compose_quickly(files, words) or compose_with_hydra(files.folders, words)
-
-
-def files_of(config_dir: str | Path | None = None) -> Files:
-    """The folders of choices as they are now."""
-    folders = tuple(plugins.conf_dirs(config_dir))
-    if _unchanged is not None and folders in _unchanged:
-        return _unchanged[folders]
-    state = _schemas(), [entry for folder in folders for entry in _stamps(folder)]
-    files = Files(folders, hashlib.sha256(repr(state).encode()).hexdigest())
-    if _unchanged is not None:
-        _unchanged[folders] = files
-    return files
 
 
 @functools.cache

@@ -9,8 +9,7 @@ from typing import Any
 
 from kvq.config.choices import SIDES
 from kvq.config.composing import full_precision
-from kvq.config.method import WRITTEN, MethodConfig, earlier_names, with_names
-from kvq.config.residual import Policy, PrefillBlock, ResidualSide
+from kvq.config.method import WRITTEN, MethodConfig, Policy, PrefillBlock, ResidualSide, earlier_names, with_names
 from kvq.config.run import Attention, Config, trained_with_bos
 from kvq.config.tasks import Windows, is_timed
 from kvq.errors import ConfigError

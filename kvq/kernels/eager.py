@@ -1,37 +1,37 @@
-"""Decode attention on packed codes in plain PyTorch: the reference, for every method with a `LinearChain`.
+"""Decode attention on packed codes, for every method with a `LinearChain`: in plain PyTorch, or by a plugin's kernel.
 
-Codes are unpacked for one piece of tokens at a time, never for all keys or values. An online softmax (as in
+Here codes are unpacked for one piece of tokens at a time, never for all keys or values. An online softmax (as in
 FlashAttention, arXiv 2205.14135) joins the pieces and the full-precision tokens after them.
 """
 
 from __future__ import annotations
 
+import functools
 import itertools
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextvars import ContextVar
+from typing import Any, Protocol, cast, runtime_checkable
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from kvq.codecs import UniformQuantizer
+from kvq.codecs import Codec, UniformQuantizer
+from kvq.codecs.codec import isolated
 from kvq.codecs.packed import unpack_parts
+from kvq.config.plugins import import_modules
+from kvq.errors import Unsupported
 from kvq.kernels import pieces
 from kvq.kernels.linear_chain import LinearChain, PackedStates, build_linear_chain, is_affine, score_rotated
 from kvq.kernels.pieces import TILE, Piece
 
 Queries = Float[Tensor, "batch kv_heads group dim"]
-Step = Callable[[str], AbstractContextManager[None]]
+Step = Callable[[str], AbstractContextManager[Any]]
 """Opened around every step of attention, with its name: one of `STEPS`."""
 STEPS = ("rotation", "scores", "norms", "shifts", "residual", "softmax", "values", "joining")
 """Queries rotated; their products with the codes of keys; factors of tokens made and multiplied, of keys and values;
 shifts; products with tokens in full precision; weights; sums of the codes of values; sums rotated back and joined."""
-_NOTHING = nullcontext()
-
-
-def untimed(_name: str) -> AbstractContextManager[None]:
-    """A `Step` that does nothing."""
-    return _NOTHING
 
 
 class Softmax:
@@ -69,7 +69,7 @@ def attend(
     scaling: float,
     first: int = 0,
     softcap: float | None = None,
-    step: Step = untimed,
+    step: Step = nullcontext,
 ) -> Float[Tensor, "batch heads 1 _dim"]:
     """Attention of one new token per sequence to all tokens held from token `first` on.
 
@@ -303,3 +303,78 @@ def _split_groups(x: Tensor, axis: int, groups: int, quantizer: UniformQuantizer
     if short:
         x = torch.nn.functional.pad(x, (0, short) if axis == -1 else (0, 0, 0, short))
     return x.unflatten(axis, (groups, size))
+
+
+_WATCH: ContextVar[Step | None] = ContextVar("_WATCH", default=None)
+
+
+@runtime_checkable
+class Kernels(Protocol):
+    """A module that a plugin registers for the extension point `kernels`: fused attention and encoding."""
+
+    def attention_for(
+        self, query: Tensor, keys: PackedStates, values: PackedStates, softcap: float | None
+    ) -> tuple[str, Callable[..., Tensor]] | None:
+        """Name and function of a kernel that reads these keys and values; None: there is none.
+
+        The function takes what `attend` takes and agrees with it up to rounding.
+        """
+
+    def fuse(self, codec: Codec) -> Codec:
+        """A codec that makes the same parts faster where it can.
+
+        A code may differ where a value is halfway between two codes up to rounding, as sums have another order.
+        """
+
+
+@functools.cache
+def load_kernels() -> Sequence[Kernels]:
+    """The kernels of the plugins in use."""
+    return cast("list[Any]", import_modules("kernels"))
+
+
+@contextmanager
+def time_steps(step: Step) -> Iterator[None]:
+    """Within the context, attention runs in PyTorch, each of its steps within `step(name)`, which times it.
+
+    All steps together run within `step("attention")`.
+    """
+    token = _WATCH.set(step)
+    try:
+        yield
+    finally:
+        _WATCH.reset(token)
+
+
+def choose_kernel(
+    query: Tensor, keys: PackedStates, values: PackedStates, softcap: float | None = None
+) -> tuple[str, Callable[..., Tensor]]:
+    """Name and function of the first plugin's kernel that reads these keys and values, else `eager` in PyTorch."""
+    offered = (kernels.attention_for(query, keys, values, softcap) for kernels in load_kernels())
+    return next((kernel for kernel in offered if kernel is not None), ("eager", attend))
+
+
+@isolated()
+def attend_packed(
+    query: Float[Tensor, "batch heads 1 dim"],
+    keys: PackedStates,
+    values: PackedStates,
+    scaling: float,
+    first: int = 0,
+    softcap: float | None = None,
+) -> Float[Tensor, "batch heads 1 _dim"]:
+    """`attend` by the kernel that `choose_kernel` names; sinks count among the tokens before `first`."""
+    if keys.sinks or values.sinks:
+        if (keys.sinks, keys.packed_tokens) != (values.sinks, values.packed_tokens):
+            raise Unsupported("cache.attention=packed: first tokens in full precision need keys and values in step")
+        hidden = min(first, keys.sinks)
+        keys, values, first = keys.without_sinks(hidden), values.without_sinks(hidden), first - hidden
+    if (step := _WATCH.get()) is not None:
+        with step("attention"):
+            return attend(query, keys, values, scaling, first, softcap, step)
+    return choose_kernel(query, keys, values, softcap)[1](query, keys, values, scaling, first, softcap)
+
+
+def fuse_codec(codec: Codec) -> Codec:
+    """The codec, or one of a plugin that makes the same parts faster."""
+    return functools.reduce(lambda made, kernels: kernels.fuse(made), load_kernels(), codec)

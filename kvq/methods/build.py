@@ -18,7 +18,7 @@ from kvq.config import Config, MethodConfig
 from kvq.config.bits import Bits, bits_per_head, check_range, mean_width, parse_bits
 from kvq.config.explain import composed
 from kvq.config.identity import canonical_method
-from kvq.config.residual import ResidualConfig, effective_residual
+from kvq.config.method import ResidualConfig, effective_residual
 from kvq.errors import ConfigError, KvqError, Unsupported, did_you_mean
 from kvq.methods.kept_keys import KeptKeys
 from kvq.methods.method import Method
@@ -90,7 +90,10 @@ def instantiate_method(method: MethodConfig, residual: ResidualConfig, bits: Any
             given = method.bits_by_layer.layers(given)[0]
         check_range(method.name, method.bits_range, given, method.real_bits)
     codecs = {
-        side: _build_codec(method.name, f"method.{side}", getattr(method, side), head_dim) for side in ("key", "value")
+        side: _build_part(
+            method.name, f"method.{side}", getattr(method, side), Codec, lambda codec: codec.check(head_dim)
+        )
+        for side in ("key", "value")
     }
     merged = None
     if method.merge_rotation:
@@ -201,11 +204,6 @@ def _build_gqa(method: MethodConfig, codecs: Mapping[str, Codec | None]) -> GqaC
         except Unsupported as error:
             raise Unsupported(f"method.gqa_compensation of {method.name}: {side}: {error}") from error
     return GqaCompensation()
-
-
-def _build_codec(name: str, setting: str, config: Any, head_dim: int) -> Codec | None:
-    """The codec that a setting describes, checked at `head_dim`; None for full precision."""
-    return _build_part(name, setting, config, Codec, lambda codec: codec.check(head_dim))
 
 
 def _build_part(

@@ -16,7 +16,7 @@ from kvq.cache.side import CacheSide, States
 from kvq.codecs import Codec, Growable
 from kvq.codecs.packed import append_rows
 from kvq.codecs.stages import Rope
-from kvq.config.residual import ResidualSide
+from kvq.config.method import ResidualSide
 from kvq.errors import ConfigError, Unsupported
 from kvq.kernels import PackedStates
 from kvq.methods.policies import CHOOSES_TOKENS, Policy

@@ -11,19 +11,20 @@ from typing import Any
 
 from torch import Tensor
 
-from kvq.cache.joined import JoinedLayer
+from kvq.cache.files import digest
 from kvq.cache.layer import KVCacheLayer, Layer
 from kvq.cache.packed import packed_layer
+from kvq.cache.padded import JoinedLayer
 from kvq.cache.side import CacheSide
 from kvq.codecs import Codec, ComponentQuantizer, FisherTransform, StoredWithKeys, calibrated_parts
 from kvq.config.bits import Bits, mean_label
-from kvq.config.residual import Residual, ResidualSide
+from kvq.config.method import Policy as ResidualPolicy
+from kvq.config.method import PrefillBlock, Residual, ResidualSide
 from kvq.errors import ConfigError, Unsupported
 from kvq.kernels import build_linear_chain
 from kvq.methods.kept_keys import layer_indices, make_side, packed_side_of
 from kvq.methods.policies import Capability, MergedRotation, Policy, check_needs, check_pairs, method_traits
 from kvq.models.layers import KvLayer
-from kvq.results.tensor_files import digest
 
 
 @dataclass(frozen=True)
@@ -300,8 +301,8 @@ class Method:
 
         Where tokens outside of the window can be dropped from the codec's store, the prompt is encoded in blocks.
         """
-        drops = codec is not None and not codec.stores_lists and not self.sink_tokens
-        return codec, residual.with_prefill_in_blocks() if drops else residual
+        drops = not (codec is None or codec.stores_lists or self.sink_tokens or residual.policy is ResidualPolicy.none)
+        return codec, replace(residual, prefill_block=PrefillBlock.size) if drops else residual
 
     def _build_side(self, side: str, place: int, held: Sequence[KvLayer], keep_decoded: bool) -> CacheSide:
         """The empty `key` or `value` side of layer `held[place]`, as a policy wraps it, if one does."""

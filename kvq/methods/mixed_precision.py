@@ -19,8 +19,8 @@ from kvq.cache.observe import Attended
 from kvq.cache.side import CacheSide, States
 from kvq.codecs import Growable
 from kvq.codecs.split import PlannedCodec, TokenSplit
-from kvq.config.residual import Policy as ResidualPolicy
-from kvq.config.residual import PrefillBlock, Residual
+from kvq.config.method import Policy as ResidualPolicy
+from kvq.config.method import PrefillBlock, Residual
 from kvq.errors import ConfigError, Unsupported, at_least
 from kvq.methods.policies import CHOOSES_TOKENS, Policy
 

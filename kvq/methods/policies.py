@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from kvq.cache.layer import KVCacheLayer, Layer
 from kvq.cache.side import CacheSide
 from kvq.codecs import Codec, Hadamard, RandomizedHadamard
-from kvq.config.residual import Policy as ResidualPolicy
-from kvq.config.residual import Residual, ResidualSide
+from kvq.config.method import Policy as ResidualPolicy
+from kvq.config.method import Residual, ResidualSide
 from kvq.errors import ConfigError, Unsupported
 from kvq.kernels.linear_chain import find_joint_transform
 

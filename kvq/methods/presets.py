@@ -19,7 +19,7 @@ from kvq.methods.build import build_method
 from kvq.methods.method import Method
 from kvq.methods.policies import check_unrotated
 from kvq.models.layers import head_dims_of
-from kvq.models.placing import unwrapped
+from kvq.models.load import unwrapped
 
 
 def method_for(model: nn.Module, name: str, bits: Any = 3, overrides: Sequence[str] = ()) -> Method:

@@ -12,13 +12,11 @@ import json
 import re
 from importlib.metadata import Distribution, PackageNotFoundError, PackagePath, distribution
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from kvq.config import ModelConfig
 from kvq.config.limits import DISTRIBUTION, EMBEDDED, cache_folder, file_hash
 from kvq.errors import ConfigError, DataError, did_you_mean, one_line
-
-if TYPE_CHECKING:
-    from kvq.config import ModelConfig
 
 # Weights, configuration, tokenizer and chat templates, in every format that transformers loads.
 _KINDS = {".safetensors", ".bin", ".json", ".model", ".txt", ".jinja", ".tiktoken"}

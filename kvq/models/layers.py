@@ -104,13 +104,9 @@ def _kv_layer(config: Any, index: int) -> KvLayer:
     window = window_of(config, index)
     if rank := getattr(config, "kv_lora_rank", None):
         return KvLayer(index, int(rank), int(config.qk_rope_head_dim), window)
-    head_dim = _head_dim(layer_config(config, index), config)
-    return KvLayer(index, head_dim, head_dim, window)
-
-
-def _head_dim(layer: Any, config: Any) -> int:
-    """Channels per head; `Unsupported` where the configuration does not say."""
     try:
-        return int(getattr(layer, "head_dim", None) or config.hidden_size // config.num_attention_heads)
+        given = getattr(layer_config(config, index), "head_dim", None)
+        head_dim = int(given or config.hidden_size // config.num_attention_heads)
     except Exception as error:  # of a kind of its own where layers differ
         raise Unsupported(f"model: {type(config).__name__} does not say the head_dim of each layer") from error
+    return KvLayer(index, head_dim, head_dim, window)

@@ -19,8 +19,8 @@ from rich.console import Console
 from kvq.config import Config, compose, plugins, resolve, resolve_part
 from kvq.config.explain import COMPOSE_ERRORS, explain
 from kvq.config.identity import by_names
-from kvq.config.layout import LayoutConfig
 from kvq.config.limits import cache_folder
+from kvq.config.run import LayoutConfig
 from kvq.errors import KvqError
 from kvq.papers import sweep
 from kvq.report.comparisons import read_records

@@ -325,8 +325,14 @@ def _protocol_departures(run: Record) -> list[str]:
             known = {**_added_by_variants(run.task), **known}
         ours, theirs = (_compared_settings(settings, _PROTOCOL.get(group)) for settings in (part, known))
         out += [in_words(name, value or "null") for name, value in sorted(ours.items()) if theirs.get(name) != value]
+    out += _first_token_departure(run)
+    if weights := part_of(run.config, "model").get("weights"):
+        out.append(f"weights in {weights}")
+    stored, own = cache_dtype(run), preset("model", run.model) or {}
+    if not _is_diagnostic(run.task) and stored != (own.get("cache_dtype") or run.provenance.dtype):
+        out.append(_CACHES.get(stored, f"cache in {stored}"))
     seed = run.config.get("seed")
-    return [*out, *_model_departures(run), *([f"seed {seed}"] if seed else [])]
+    return [*out, *([f"seed {seed}"] if seed else [])]
 
 
 def _added_by_variants(task: str) -> Settings:
@@ -349,17 +355,6 @@ def _first_token_departure(run: Record) -> list[str]:
     of_chats = known.get("chat_bos") if task.get("chat_template") else None
     bos, own = task.get("bos"), bool(known.get("bos") if of_chats is None else of_chats)
     return [] if bos in (None, own) else ["begins with BOS" if bos else "begins without BOS"]
-
-
-def _model_departures(run: Record) -> list[str]:
-    """Words for where the first token, the weights' form or the cache's dtype differ from the model's preset."""
-    words, known = _first_token_departure(run), preset("model", run.model) or {}
-    if weights := part_of(run.config, "model").get("weights"):
-        words.append(f"weights in {weights}")
-    stored = cache_dtype(run)
-    if not _is_diagnostic(run.task) and stored != (known.get("cache_dtype") or run.provenance.dtype):
-        words.append(_CACHES.get(stored, f"cache in {stored}"))
-    return words
 
 
 @functools.cache

@@ -34,8 +34,7 @@ from kvq.results.files import (
     record_path_of,
     write_file,
 )
-from kvq.results.record import KEY_PATTERN, Record, dump_record, parse_record
-from kvq.results.versions import is_stale
+from kvq.results.record import KEY_PATTERN, Record, dump_record, is_stale, parse_record
 
 _KEY = re.compile(rb'^  "key": "([0-9a-f]{64})"', re.MULTILINE)
 # Record files by the digits of the key, as last listed, for all stores of a process.

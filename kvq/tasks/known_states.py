@@ -29,7 +29,7 @@ from kvq.models.inputs import Inputs
 from kvq.results import run_key
 from kvq.results.files import Journal
 from kvq.results.metrics import units_of
-from kvq.results.versions import versions_of_method
+from kvq.results.record import versions_of_method
 from kvq.tasks.measurement import Baseline, LayerStates, Measurement, Task, averaged, capture, windows_of
 
 _STREAM = 3_141_592_653  # rotations, sketches and starts have small seeds: no state is drawn from the same generator

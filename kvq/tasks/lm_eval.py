@@ -24,7 +24,7 @@ from kvq.models.inputs import Inputs
 from kvq.models.load import model_folder
 from kvq.results.files import Journal
 from kvq.results.metrics import units_of
-from kvq.results.versions import code_behind, code_hash
+from kvq.results.record import code_behind, code_hash
 from kvq.tasks.items import Sample, Scored, by_part, changed_share, compare, costs, mean_score, print_items
 from kvq.tasks.lm_eval_model import CacheLM, check_settings
 from kvq.tasks.measurement import Baseline, Measurement, Task, items_fingerprint

@@ -32,7 +32,7 @@ from kvq.methods.method import Method
 from kvq.models.inputs import Inputs
 from kvq.results.files import Journal
 from kvq.results.metrics import units_of
-from kvq.results.versions import code_behind
+from kvq.results.record import code_behind
 from kvq.tasks.items import Items, Sample, Scored, batches_of, by_part, measure_items, pair_items, write_answers
 from kvq.tasks.measurement import Baseline, Measurement, Task, items_fingerprint
 from kvq.tasks.reader import Ends, Logits, Pick, Reader, check_prefill, end_tokens, greedy

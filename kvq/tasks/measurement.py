@@ -26,16 +26,15 @@ from kvq.cache.rotary import angles, styles_of
 from kvq.codecs import CodedBlocks, HuffmanCodec, Rope
 from kvq.config import Loader, TaskConfig
 from kvq.config.diagnostics import CaptureConfig
+from kvq.config.method import Policy, PrefillBlock, ResidualSide
 from kvq.config.plugins import module_of_task
-from kvq.config.residual import Policy, PrefillBlock, ResidualSide
 from kvq.config.tasks import is_timed
 from kvq.diagnostics import AttentionRule
 from kvq.errors import ConfigError, DataError, Unsupported
 from kvq.methods.method import Method
 from kvq.models.inputs import Inputs
 from kvq.models.layers import places_of
-from kvq.models.load import LoadedModel
-from kvq.models.placing import base_of
+from kvq.models.load import LoadedModel, base_of
 from kvq.results.files import Journal
 from kvq.tasks.scoring import cut_windows
 

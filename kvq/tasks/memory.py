@@ -20,11 +20,10 @@ from kvq.cache.layer import common_droppable, outside
 from kvq.cache.store import UNIT, BlockStore, TokenStore
 from kvq.codecs import Codec, Packed, Rope
 from kvq.config.diagnostics import MemoryConfig
-from kvq.config.residual import Policy, PrefillBlock, ResidualSide, leaving
+from kvq.config.method import Policy, PrefillBlock, ResidualSide, leaving
 from kvq.errors import ConfigError, Unsupported
 from kvq.methods.method import Method
-from kvq.models.inputs import Inputs
-from kvq.models.shapes import CacheShape, LayerKind, cache_shape
+from kvq.models.inputs import CacheShape, Inputs, LayerKind, cache_shape
 from kvq.results.files import Journal
 from kvq.results.metrics import metric_of
 from kvq.tasks.measurement import Baseline, Measurement, Task

@@ -20,7 +20,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from kvq.cache import KVCache
-from kvq.config.residual import Policy
+from kvq.config.method import Policy
 from kvq.config.tasks import GenerateConfig, Prefill
 from kvq.data.rows import read_text
 from kvq.data.text import encode, render_chat, set_bos

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from kvq.cache import KVCache
 from kvq.cache.hooks import masks_each_query
-from kvq.config.residual import Policy, PrefillBlock, Residual, ResidualSide
+from kvq.config.method import Policy, PrefillBlock, Residual, ResidualSide
 from kvq.errors import DataError
 from kvq.methods.method import Method
 from kvq.models.load import LoadedModel

@@ -15,7 +15,7 @@ import torch
 
 from kvq.codecs import Codec
 from kvq.config.limits import DISTRIBUTION, file_hash
-from kvq.config.residual import Policy
+from kvq.config.method import Policy
 from kvq.errors import ConfigError, DataError, Unsupported, not_empty
 from kvq.methods.build import build_method
 from kvq.methods.method import Method

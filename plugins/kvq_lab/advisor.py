@@ -18,7 +18,7 @@ from kvq.config.explain import COMPOSE_ERRORS, choices, composed
 from kvq.config.limits import EMBEDDED
 from kvq.errors import ConfigError, RecordError, printable
 from kvq.methods.build import method_of
-from kvq.models.shapes import CacheShape, cache_shape
+from kvq.models.inputs import CacheShape, cache_shape
 from kvq.report.comparisons import Comparisons, Verdicts, read_records, samples_of, unbeaten
 from kvq.report.labels import BY_ENGINE
 from kvq.report.tables.layout import Row

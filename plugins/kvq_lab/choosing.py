@@ -19,8 +19,7 @@ from kvq.config.explain import choices, composed
 from kvq.data.rows import read_joined_text
 from kvq.data.text import encode
 from kvq.errors import ConfigError, DataError, KvqError, Unsupported
-from kvq.models.inputs import Inputs
-from kvq.models.shapes import CacheShape, cache_shape
+from kvq.models.inputs import CacheShape, Inputs, cache_shape
 from kvq.report.command import write_files
 from kvq.report.labels import BY_ENGINE
 from kvq.results import Record, Store

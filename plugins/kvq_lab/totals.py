@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import pandas as pd
 
 from kvq.config.explain import COMPOSE_ERRORS, composed
-from kvq.models.shapes import CacheShape, LayerKind, cache_shape
+from kvq.models.inputs import CacheShape, LayerKind, cache_shape
 from kvq.report.figures.drawing import dress, legend_below, lines_of, panels, register_figure
 from kvq.report.labels import keeps_first, label, method_departures
 from kvq.results import Record, Store

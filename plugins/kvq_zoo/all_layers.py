@@ -21,7 +21,7 @@ from kvq.cache.side import CacheSide
 from kvq.cache.store import BlockStore
 from kvq.codecs import Codec, Packed
 from kvq.codecs.stages import Rope
-from kvq.config.residual import ResidualSide
+from kvq.config.method import ResidualSide
 from kvq.errors import Unsupported
 from kvq.methods.kept_keys import SinkSide
 from kvq.methods.policies import Capabilities, Policy

@@ -21,8 +21,8 @@ from transformers.utils import is_hqq_available, is_optimum_quanto_available
 from kvq.cache.chunk_masks import SourceColumns, Transitions
 from kvq.cache.layer import Layer
 from kvq.cache.rotary import RopeTable
-from kvq.config.residual import Policy as ResidualPolicy
-from kvq.config.residual import PrefillBlock, Residual, ResidualSide
+from kvq.config.method import Policy as ResidualPolicy
+from kvq.config.method import PrefillBlock, Residual, ResidualSide
 from kvq.errors import ConfigError, DataError, Unsupported, at_least, check_choice
 from kvq.methods.policies import CHOOSES_TOKENS, Policy
 

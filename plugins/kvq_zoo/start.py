@@ -10,7 +10,7 @@ from torch import Tensor
 from kvq.cache.chunk_masks import Transitions
 from kvq.cache.side import CacheSide, States
 from kvq.codecs import Codec
-from kvq.config.residual import PrefillBlock, ResidualSide
+from kvq.config.method import PrefillBlock, ResidualSide
 from kvq.errors import at_least
 from kvq.methods.policies import Policy
 

@@ -11,7 +11,7 @@ from transformers import DynamicCache
 import kvq
 from kvq.cache import CacheSide, KVCache
 from kvq.cache.store import UNIT, TokenStore
-from kvq.config.residual import Policy, PrefillBlock, ResidualSide
+from kvq.config.method import Policy, PrefillBlock, ResidualSide
 from tests.cache.states import NaiveSide, states
 from tests.properties import examples
 from tests.random_models import llama, token_ids

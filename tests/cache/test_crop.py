@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 import kvq
 from kvq.cache import CacheSide, KVCache
 from kvq.cache.layer import KVCacheLayer
-from kvq.config.residual import Policy, PrefillBlock, ResidualSide
+from kvq.config.method import Policy, PrefillBlock, ResidualSide
 from kvq.errors import ConfigError, Unsupported
 from kvq.methods.kept_keys import SinkSide
 from tests.cache.states import states

@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from kvq import KVCache, build_method
-from kvq.cache.joined import JoinedLayer
 from kvq.cache.layer import KVCacheLayer
+from kvq.cache.padded import JoinedLayer
 from kvq.calibration.fit import calibrate_on_text
 from kvq.codecs import Codec, StoredWithKeys, UndoRope, calibrated_parts, rope_table
-from kvq.config.residual import Residual
+from kvq.config.method import Residual
 from kvq.errors import ConfigError, KvqError, Unsupported
 from kvq.methods.kept_keys import make_side
 from kvq.methods.method import Method

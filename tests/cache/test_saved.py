@@ -206,10 +206,10 @@ def test_other_tables_are_refused(tmp_path: Path) -> None:
 def test_other_versions_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model, method = method_of("nsn")
     filled(model, method).save(tmp_path / "one")
-    from kvq.results import versions
+    from kvq.results import record
 
-    raised = {**versions.declared_versions(), "TokenNorm": versions.declared_versions()["TokenNorm"] + 1}
-    monkeypatch.setattr(versions, "declared_versions", lambda: raised)
+    raised = {**record.declared_versions(), "TokenNorm": record.declared_versions()["TokenNorm"] + 1}
+    monkeypatch.setattr(record, "declared_versions", lambda: raised)
     with pytest.raises(DataError, match=r"versions\.TokenNorm=1, here it is 2"):
         KVCache.load(tmp_path / "one", model, method)
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 import kvq
 from kvq.cache import CacheSide
-from kvq.config.residual import Policy, PrefillBlock, ResidualSide
+from kvq.config.method import Policy, PrefillBlock, ResidualSide
 from kvq.errors import DataError, Unsupported
 from tests.cache.states import NaiveSide, states
 from tests.properties import examples

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 import kvq
 from kvq.cache.side import CacheSide
 from kvq.codecs import PackedStore, PrefillCodec, ProductQuantizer, RandomizedHadamard
-from kvq.config.residual import Policy, PrefillBlock, ResidualSide
+from kvq.config.method import Policy, PrefillBlock, ResidualSide
 from tests.properties import examples
 
 

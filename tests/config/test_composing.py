@@ -17,13 +17,13 @@ from omegaconf.base import Node
 from kvq.cli import main
 from kvq.config import compose, composing, conf_dir, plugins, resolve
 from kvq.config.choices import choices_in, find
-from kvq.config.composing import CONFIG_NAME, Composition, compose_quickly, compose_with_hydra, files_of, register
+from kvq.config.composing import CONFIG_NAME, Composition, compose_quickly, compose_with_hydra, register
 from kvq.config.explain import choices
 from kvq.config.identity import canonical
 from kvq.config.method import RENAMED, earlier_names, with_current_names, with_names
 from kvq.errors import ConfigError
 from kvq.methods.build import method_of
-from kvq.results.versions import versions_of
+from kvq.results.record import versions_of
 
 GROUPS = choices()
 MORE = ["bits=k3v2", "seed=7", "residual.size=64", "dataset.data_files=[a.txt,b.txt]"]
@@ -206,7 +206,7 @@ def composed(folder: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> tuple[
     """A method of a folder that stands in for `conf/`, as Hydra composes it and from kept parts."""
     monkeypatch.setattr(plugins, "conf_dirs", lambda config_dir=None: [folder])
     composing.register()
-    quick = compose_quickly(files_of(), [f"method={name}"])
+    quick = compose_quickly(register(), [f"method={name}"])
     assert quick is not None
     return compose_with_hydra([folder], [f"method={name}"]), quick
 

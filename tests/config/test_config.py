@@ -11,7 +11,7 @@ from omegaconf import OmegaConf
 from kvq.config import Config, compose, conf_dir, full_precision, resolve
 from kvq.config.explain import choices
 from kvq.config.identity import canonical
-from kvq.config.residual import Policy, PrefillBlock, ResidualConfig, ResidualSideConfig, effective_residual
+from kvq.config.method import Policy, PrefillBlock, ResidualConfig, ResidualSideConfig, effective_residual
 from kvq.errors import ConfigError
 
 GROUPS = {group: list(names) for group, names in choices().items()}

@@ -15,7 +15,7 @@ from kvq.config.explain import COMPOSE_ERRORS, choices, composed, main
 from kvq.config.explain import explain as reworded
 from kvq.errors import ConfigError
 from kvq.methods.build import build_method
-from kvq.results.versions import declared_versions
+from kvq.results.record import declared_versions
 from kvq.tasks.measurement import task_of
 
 TASK = '''"""Counts."""

@@ -18,7 +18,7 @@ from kvq.methods.build import method_of
 from kvq.methods.method import Method
 from kvq.models.load import LoadedModel
 from kvq.models.weights import weights_name
-from kvq.results.versions import versions_of
+from kvq.results.record import versions_of
 from tests.cache.states import nearest_bits
 from tests.calibrated import keeping
 from tests.golden.held import AMPLIFYING, LAYERS, SIDES, Golden

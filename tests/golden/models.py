@@ -8,7 +8,7 @@ from kvq.cache import KVCache
 from kvq.config import compose, resolve
 from kvq.config.identity import canonical
 from kvq.methods.build import method_of
-from kvq.results.versions import versions_of
+from kvq.results.record import versions_of
 from tests.families import WINDOW, family
 from tests.golden.held import Golden
 from tests.random_models import VOCABULARY, token_ids

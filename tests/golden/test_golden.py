@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from kvq.results.versions import declared_versions
+from kvq.results.record import declared_versions
 from tests.golden import methods, models, tasks
 from tests.golden.held import Golden, complaint, file_of, moved, read, to_raise
 

@@ -15,7 +15,7 @@ from kvq.errors import ConfigError, KvqError, Unsupported
 from kvq.methods.build import build_method
 from kvq.models.load import LoadedModel
 from kvq.results import run_key
-from kvq.results.versions import versions_of_method
+from kvq.results.record import versions_of_method
 from tests.random_models import llama, token_ids
 
 KEYS, VALUES = [4, 2, 3], [2, 2, 4]

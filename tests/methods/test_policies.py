@@ -12,7 +12,7 @@ from kvq.config.identity import canonical
 from kvq.errors import KvqError, Unsupported
 from kvq.methods.build import build_method
 from kvq.methods.policies import NEEDED, Policy
-from kvq.results.versions import versions_of_method
+from kvq.results.record import versions_of_method
 
 CHOSEN = "codecs_alone own_tokens packed_attention"
 ATTENDED = f"{CHOSEN} two_codecs all_at_once latent own_window sides_apart"

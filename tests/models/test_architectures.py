@@ -16,7 +16,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 import kvq
 from kvq.config import ModelConfig
 from kvq.errors import Unsupported
-from kvq.models.shapes import cache_shape
+from kvq.models.inputs import cache_shape
 from kvq.tasks.memory import rows_of
 from tests.families import FAMILIES, MORE, family
 from tests.models.table import LIMIT, MEASURED, PAGE, SIDES, held, rows

@@ -13,7 +13,7 @@ from kvq.cache import KVCache
 from kvq.cache.contents import reads_in_parts
 from kvq.errors import Unsupported
 from kvq.models.layers import KvLayer, head_dims_of, kv_layers_of, state_layers_of
-from kvq.models.placing import onednn_linear
+from kvq.models.load import onednn_linear
 from kvq.tasks.measurement import storage_metrics
 from tests.families import LATENT, WINDOW, WINDOWED, family
 from tests.random_models import in_double_precision, token_ids

@@ -13,8 +13,7 @@ from torch import Tensor
 import kvq
 from kvq.cache import KVCache
 from kvq.errors import Unsupported
-from kvq.models.load import LoadedModel
-from kvq.models.placing import base_of
+from kvq.models.load import LoadedModel, base_of
 from tests.families import family
 from tests.random_models import in_double_precision, token_ids
 

@@ -11,7 +11,7 @@ import pytest
 
 from kvq.config import compose, resolve
 from kvq.config.identity import by_names, canonical
-from kvq.config.layout import LayoutConfig
+from kvq.config.run import LayoutConfig
 from kvq.errors import ConfigError
 from kvq.papers import __main__ as papers
 from kvq.papers import expected

@@ -15,7 +15,7 @@ from kvq.cli import main
 from kvq.config import compose, resolve
 from kvq.config.explain import choices
 from kvq.config.identity import by_names, canonical
-from kvq.config.layout import LayoutConfig
+from kvq.config.run import LayoutConfig
 from kvq.papers import expected
 from kvq.papers.expected import experiment_of, layout_named, names, print_cost
 from kvq.papers.sweep import cells_of, group_jobs, jobs_of, missing_choices, stand_in_overrides, sweep_of

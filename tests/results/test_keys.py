@@ -20,9 +20,9 @@ from kvq.codecs.trellis import LongTrellis
 from kvq.config import compose, plugins, resolve
 from kvq.config.identity import canonical
 from kvq.errors import RecordError
-from kvq.results import Record, Store, is_stale, run_key, versions
+from kvq.results import Record, Store, is_stale, run_key
 from kvq.results.presets import flatten
-from kvq.results.versions import code_behind, code_hash, declared_versions, versions_of
+from kvq.results.record import code_behind, code_hash, declared_versions, versions_of
 from tests.results import made
 
 RESULTS = Path(__file__).resolve().parents[2] / "results"
@@ -227,9 +227,9 @@ def test_a_raised_version_is_stale(monkeypatch: pytest.MonkeyPatch) -> None:
         "kivi", "2", versions={"ppl": declared_versions()["ppl"], "Codec": declared_versions()["Codec"]}
     )
     assert not is_stale(record)
-    monkeypatch.setattr(versions, "declared_versions", lambda: {**declared_versions(), "KVCache": 99})
+    monkeypatch.setattr("kvq.results.record.declared_versions", lambda: {**declared_versions(), "KVCache": 99})
     assert not is_stale(record)
-    monkeypatch.setattr(versions, "declared_versions", lambda: {**declared_versions(), "Codec": 99})
+    monkeypatch.setattr("kvq.results.record.declared_versions", lambda: {**declared_versions(), "Codec": 99})
     assert is_stale(record)
     assert is_stale(made.record("kivi", "2", versions={"ThatIsGone": 1}))
 
@@ -270,7 +270,7 @@ def test_a_hash_is_of_files_and_not_of_their_order(tmp_path: Path) -> None:
 
 
 def test_a_part_of_the_package_without_a_version_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(versions, "declared_versions", lambda: {"ppl": 1, "KVCache": 1})
+    monkeypatch.setattr("kvq.results.record.declared_versions", lambda: {"ppl": 1, "KVCache": 1})
     with pytest.raises(RecordError, match=r"kvq\.codecs.*Zero: no version"):
         versions_of(settings(key={"_target_": "kvq.codecs.Zero"}))
 

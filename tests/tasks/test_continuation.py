@@ -11,7 +11,7 @@ from torch import Tensor
 from kvq.cache import KVCache
 from kvq.cli import main
 from kvq.config import PplConfig, Scoring, Windows
-from kvq.config.residual import Policy
+from kvq.config.method import Policy
 from kvq.config.tasks import Prefill
 from kvq.errors import Unsupported
 from kvq.methods.build import build_method

@@ -13,8 +13,7 @@ from kvq.cache.side import CacheSide
 from kvq.codecs.stages import Rope
 from kvq.config.diagnostics import MemoryConfig
 from kvq.errors import ConfigError, Unsupported
-from kvq.models import shapes
-from kvq.models.shapes import LayerKind, cache_shape, load_shapes
+from kvq.models.inputs import LayerKind, cache_shape, load_shapes
 from kvq.tasks import memory
 from kvq.tasks.memory import rows_of, side_parts
 from tests.families import family
@@ -171,6 +170,6 @@ def test_a_hybrid_has_its_states_in_the_record_and_unknown_ones_are_refused(
     assert memory.TASK.fingerprint(inputs) == "shape 1x2x32, 5120 bytes of states"
     assert (found["state_bytes_64"], found["compression_64"]) == (5120, 1)
     assert found["total_bytes_64"] == 5120 + 2 * 2 * 64 * 32 * 2
-    monkeypatch.setattr(shapes, "held_layers", lambda text: None)
+    monkeypatch.setattr("kvq.models.inputs.held_layers", lambda text: None)
     with pytest.raises(Unsupported, match="does not run without weights, so that its states have no size"):
         cache_shape(inputs.config.model)

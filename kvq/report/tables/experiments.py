@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from kvq.config.layout import LayoutConfig
+from kvq.config.run import LayoutConfig
 from kvq.report.comparisons import is_noise
 from kvq.report.labels import is_on_test_text
 from kvq.report.tables.build import Stale, is_unquantized

@@ -13,7 +13,7 @@ from kvq.config import compose, resolve
 from kvq.errors import ConfigError, DataError, Unsupported
 from kvq.methods.build import build_method, method_of
 from kvq.models.folder import carried_gguf
-from kvq.models.shapes import cache_shape
+from kvq.models.inputs import cache_shape
 from kvq.tasks.memory import rows_of
 from kvq.tasks.scoring import parallel_method
 from kvq_engines import llamacpp

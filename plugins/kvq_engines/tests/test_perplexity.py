@@ -9,7 +9,7 @@ from kvq.config.identity import by_names
 from kvq.errors import ConfigError, DataError, Unsupported
 from kvq.methods.build import build_method
 from kvq.results import Store
-from kvq.results.versions import versions_of
+from kvq.results.record import versions_of
 from kvq.runs import run
 from kvq_engines.agreement import Q8_0
 from kvq_engines.formats import EngineName, format_of

@@ -11,7 +11,7 @@ import pytest
 from kvq.config import compose, resolve
 from kvq.config.identity import by_names
 from kvq.results import Record, Store, run_key
-from kvq.results.versions import versions_of
+from kvq.results.record import versions_of
 from kvq_lab import leaderboard
 from kvq_lab.leaderboard import BUDGETS, budget_of, list_entries, render_page
 from tests.report import sweeps

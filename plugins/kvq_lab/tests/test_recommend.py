@@ -10,9 +10,9 @@ import pytest
 from kvq.config import compose, resolve
 from kvq.config.identity import by_names
 from kvq.errors import ConfigError, RecordError
-from kvq.models.shapes import CacheShape, LayerKind
+from kvq.models.inputs import CacheShape, LayerKind
 from kvq.results import Record, Store, run_key
-from kvq.results.versions import versions_of
+from kvq.results.record import versions_of
 from kvq_lab import advisor as recommend
 from tests.report import sweeps
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from kvq.config.layout import LayoutConfig
+from kvq.config.run import LayoutConfig
 from kvq.errors import RecordError
 from kvq.report.tables.experiment_files import csv, fill, grids_of, latex, markdown, slug, write_experiments
 from kvq.report.tables.experiments import Answers, Asked, CellRun, Experiment, address, by_signature, shown_cells
