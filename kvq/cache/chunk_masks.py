@@ -56,11 +56,11 @@ class CopySources:
 
 @dataclass(frozen=True)
 class SourceColumns:
-    """Columns of a chunk's keys and values: the tokens as its first query reads them, then copies of those that move.
+    """Columns of a chunk in which tokens leave full precision: all as its first query reads them, then later forms.
 
     Attributes:
-        moves: the departures of keys and of values that these columns are for.
-        copies: token index of each copy; `keys`, `values`: where the copies come from.
+        moves: which keys and which values leave full precision, and when.
+        copies: token index of each later form (one side decoded, then both); `keys`, `values`: where copies come from.
         visible: whether a query reads a column; of the copies of a token it reads exactly one.
     """
 

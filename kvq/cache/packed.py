@@ -115,7 +115,11 @@ def packed_layer(like: KVCacheLayer, side: Callable[[CacheSide], PackedSide]) ->
 
 
 def use_packed_attention(model: nn.Module) -> None:
-    """Switch a model to attention functions that also read packed codes; raise `Unsupported` where it has its own."""
+    """Switch a model to attention functions that also read packed codes.
+
+    Raises:
+        Unsupported: attention of the model's own, or an implementation other than `sdpa` and `eager`.
+    """
     base = base_of(model)
     configs = {module: getattr(module, "config", None) for module in attentions(base)}
     for module, config in configs.items():
@@ -193,6 +197,7 @@ class PreallocatedLayer(CacheLayerMixin):
         self.room, self.held = room, 0
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Allocate zeros for `room` tokens, shaped, typed and placed as these states."""
         self.dtype, self.device = key_states.dtype, key_states.device
         self.keys, self.values = (
             states.new_zeros(*states.shape[:2], self.room, states.shape[3]) for states in (key_states, value_states)

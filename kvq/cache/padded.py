@@ -149,6 +149,7 @@ class PaddedLayer(Layer):
             raise Unsupported(f"crop({tokens_to_remove}): a padded batch; crop a batch of prompts of equal length")
 
     def crop(self, tokens_to_remove: int) -> None:
+        """Raise `Unsupported`, but for 0 tokens: a padded batch cannot be cropped."""
         self.check_crop(tokens_to_remove)
 
     def fork(self) -> PaddedLayer:
@@ -301,7 +302,7 @@ class JoinedLayer(KVCacheLayer):
         return _select_heads(found, slice(0, heads)), _select_heads(found, slice(heads, 2 * heads))
 
     def _keep_state(self, key_states: Tensor, value_states: Tensor) -> int:
-        """As the base, which records what undoes an update, on keys and values joined."""
+        """As the base, with keys and values joined; returns the number of candidates in the update."""
         both = torch.cat([key_states, value_states], 1)
         return super()._keep_state(both, both)
 

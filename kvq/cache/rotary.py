@@ -125,7 +125,7 @@ def angles(module: Any, arguments: dict[str, Any]) -> tuple[Tensor, Tensor] | No
 
 
 class KeyRecorder(DynamicCache):
-    """Keeps the keys `[batch, heads, tokens, head_dim]` that each layer added last, in `seen`."""
+    """A `DynamicCache` that also keeps the keys `[batch, heads, tokens, head_dim]` each layer added last, in `seen`."""
 
     def __init__(self, config: Any) -> None:
         super().__init__(config=config)

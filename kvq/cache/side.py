@@ -228,7 +228,7 @@ class CacheSide:
 
     @property
     def _rotations(self) -> Rope | None:
-        """The rotations of the cached tokens, from the first on."""
+        """The rotations of the tokens that the store holds or may get, from the first on."""
         return None if not self.uses_rope or self.rope is None else self.rope.after(self.dropped)
 
     def _hold(self, states: Tensor) -> None:
@@ -281,7 +281,7 @@ class CacheSide:
         return self._store.add(states, block, self._rotations, decoded)
 
     def _new_store(self, codec: Codec) -> BlockStore:
-        """An empty store; tokens of a group of one are independent only where no block shares their statistics."""
+        """An empty store: `TokenStore` where the residual slides and tokens are coded alone, else `BlockStore`."""
         token_by_token = self.residual.policy is Policy.sliding and codec.token_group == 1
         return (TokenStore if token_by_token else BlockStore)(codec, self.keep_decoded)
 

@@ -294,7 +294,7 @@ def exact_svd(x: Blocks, rank: int) -> Factors:
 
 
 def randomized_svd(x: Blocks, rank: int, oversample: int, iterations: int, seed: int) -> Factors:
-    """The same by `torch.svd_lowrank`, block by block from the same start, so that a block's bits are its own.
+    """As `exact_svd`, by `torch.svd_lowrank`, block by block from the same seed, so that a block's bits are its own.
 
     `torch.svd_lowrank` draws from the global generator, whose state is restored.
     """

@@ -71,7 +71,7 @@ class Quantizer(abc.ABC):
 
     @property
     def index_bits(self) -> dict[str, int]:
-        """Bits of each kind of index that is stored for all tokens of a block, by the name of its `pack_parts`."""
+        """Bits of one code, by the name of the part that holds the codes (`codes`); empty where their number varies."""
         return {}
 
     def with_more_bits(self, extra: int, most: int) -> Quantizer:
@@ -108,7 +108,7 @@ class CodeQuantizer(Quantizer):
 
 
 def shared_group(groups: Iterable[int | None]) -> int | None:
-    """Tokens that share statistics where several parts have groups of their own; None: the whole block."""
+    """The least common multiple of the parts' token groups; None (the whole block) where one of them is None."""
     known = [1, *groups]
     return None if None in known else math.lcm(*filter(None, known))
 

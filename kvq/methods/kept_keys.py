@@ -63,6 +63,7 @@ class SinkSide(CacheSide):
 
     @property
     def _rotations(self) -> Rope | None:
+        """As the base, without those of the sinks, which are not encoded."""
         rope = super()._rotations
         return None if rope is None else rope.narrow(self.sink_tokens, rope.tokens - self.sink_tokens)
 

@@ -63,7 +63,7 @@ class Method:
         return isinstance(self.value, StoredWithKeys)
 
     def check_joined(self) -> None:
-        """Raise `ConfigError` where parts of one store are given for two, or of two for one."""
+        """Raise `ConfigError` where values stored with keys lack a key codec for both, or a stage does not fit."""
         codecs = [self.key, self.value]
         codecs += [policy.codec(None, side, 0) for policy in self.policies for side in ("key", "value")]
         for codec in filter(None, codecs):

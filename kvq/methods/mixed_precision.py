@@ -72,7 +72,7 @@ class MixedPrecision(Policy):
     }
 
     def check_residual(self, name: str, residual: Residual) -> None:
-        """Raise `ConfigError` where keys and values do not leave full precision together."""
+        """Raise `ConfigError` unless keys and values have one residual, of policy `block` and at least 2 tokens."""
         key = residual.key
         if key != residual.value or key.policy is not ResidualPolicy.block or key.size < 2:
             raise ConfigError(
@@ -150,7 +150,9 @@ class Saliency(MixedPrecision):
 
 
 class PoolSide(CacheSide):
-    """Its first full-precision tokens are the pool; those that wait for their block follow.
+    """Keys or values with a pool of outlier tokens (`OutlierTokens`) in full precision, in front of a block's tokens.
+
+    At each block's end the pool is chosen anew from both and the rest is encoded.
 
     `leader`: the side whose choice this one takes (values: that of the keys); None: this side chooses.
     """
@@ -184,10 +186,11 @@ class PoolSide(CacheSide):
         self.orders.append(order)
         return order
 
-    def _flush(self, first: bool, decoded: bool = False) -> Tensor | None:
+    def _flush(self, first: bool, decoded: bool = False) -> None:
+        """Encode each complete block without the tokens that are chosen for the pool, anew from pool and block."""
         count = (self.residual_tokens - self.pooled) // self._group
         if self.codec is None or self._full is None or not count:
-            return None
+            return
         states, end = self._full.view, self.pooled + count * self._group
         pool = states[:, :, : self.pooled]
         for group in states[:, :, self.pooled : end].split(self._group, 2):
@@ -197,7 +200,6 @@ class PoolSide(CacheSide):
             self._encode(rest, None)
         self._full = Growable(torch.cat([pool, states[:, :, end:]], 2))
         self.pooled = self.pool
-        return None
 
     def check_crop(self, remove: int) -> None:
         """As `CacheSide.check_crop`; tokens of the pool cannot be removed."""
