@@ -63,7 +63,8 @@ def best_steps(sizes: Float[Tensor, "rows dim"], count: int) -> UInt8[Tensor, "r
     squared length by 2 k. Of points between crossings at one t none is better than the better one before and behind.
     """
     steps = torch.arange(1, count, device=sizes.device)
-    at = (steps / sizes[..., None]).float()  # of a zero: inf, behind all others
+    at = steps / sizes[..., None]  # of a zero: inf, behind all others
+    at = torch.empty_like(at, dtype=torch.float32).copy_(at)
     keys = ((at.view(torch.int32).long() << 32) + steps).flatten(1)  # positive floats are in the order of their bits
     on_cpu = keys.device.type == "cpu"  # there NumPy takes a twentieth of the time of torch
     keys = torch.from_numpy(np.sort(keys.numpy(), -1)) if on_cpu else keys.sort(-1).values
