@@ -20,8 +20,6 @@ from kvq.results.noise import PairTests, compare_items, compare_pairs
 from kvq.results.presets import parse_label, part_of
 
 Samples = Callable[[Record], list[dict[str, Any]]]
-_LOSSES: dict[str | None, statistics.Losses] = {}
-"""Losses by window of the runs that this process read, by the digest of their samples."""
 _TESTS = ("p_value", "not_worse_p", "within_noise", "not_worse")
 
 
@@ -31,6 +29,7 @@ class Comparisons:
     def __init__(self, samples: Samples) -> None:
         self._samples = samples
         self._rows: dict[str, list[dict[str, Any]]] = {}
+        self._losses: dict[str, statistics.Losses | None] = {}
 
     def delta_nll(self, record: Record, other: Record) -> statistics.Estimate | None:
         """Loss of `record` minus that of `other`, nats per token; None when their samples cannot be paired."""
@@ -48,11 +47,11 @@ class Comparisons:
 
     def losses(self, record: Record) -> statistics.Losses | None:
         """Losses of a run by window; None where its samples hold none."""
-        digest = record.samples_sha256
-        if digest not in _LOSSES:
+        if record.key not in self._losses:
+            self._losses[record.key] = None
             with suppress(RecordError):
-                _LOSSES[digest] = statistics.losses(self.samples(record))
-        return _LOSSES.get(digest)
+                self._losses[record.key] = statistics.losses(self.samples(record))
+        return self._losses[record.key]
 
     def compare_pairs(self, pairs: Iterable[tuple[Record, Record]]) -> PairTests:
         """Test the differences of several pairs of runs together; results are by the keys of both."""
