@@ -21,6 +21,8 @@ from kvq.codecs.stages import Rope, Stage
 from kvq.codecs.variable_length import SIZE, STREAM, CodedBlocks, pieces, streams
 from kvq.errors import DataError, Unsupported, at_least
 
+_RAW, _DEFLATE = b"\0", b"\1"
+
 
 class DeflateCodec(CodedBlocks):
     """A codec all of whose parts are compressed by DEFLATE (RFC 1951), each block of each sequence in a stream.
@@ -149,9 +151,6 @@ def _forms_of(run: BlockRun, parts: Mapping[str, Tensor]) -> dict[str, _Form]:
 def _bytes_of(part: Tensor) -> UInt8[Tensor, "*lead _bytes"]:
     """The part's memory as uint8; the last axis grows by the bytes of a number."""
     return part.contiguous().view(torch.uint8) if part.numel() else part.to(torch.uint8)
-
-
-_RAW, _DEFLATE = b"\0", b"\1"
 
 
 def _compress(raw: bytes) -> bytes:

@@ -20,6 +20,10 @@ from kvq.methods.policies import CHOOSES_TOKENS, Policy
 
 Scores = Float[Tensor, "batch kv_heads tokens"]
 States = Float[Tensor, "batch kv_heads tokens dim"]
+When = Literal["prompt", "always"]
+"""`prompt`: once, after the prompt; `always`: after every forward, so that the budget holds at all times."""
+Pool = Literal["avg", "max"]
+"""How SnapKV smooths scores over neighbouring tokens."""
 
 
 class Seen(NamedTuple):
@@ -34,12 +38,6 @@ class Seen(NamedTuple):
     keys: States
     values: States
     scores: Scores
-
-
-When = Literal["prompt", "always"]
-"""`prompt`: once, after the prompt; `always`: after every forward, so that the budget holds at all times."""
-Pool = Literal["avg", "max"]
-"""How SnapKV smooths scores over neighbouring tokens."""
 
 
 class Eviction(Policy, abc.ABC):

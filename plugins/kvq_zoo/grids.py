@@ -19,7 +19,7 @@ from kvq.codecs.levels import Array
 from kvq.codecs.lloyd_max import CodebookQuantizer
 from kvq.codecs.packed import pack, unpack, unpack_parts
 from kvq.codecs.quantizers import Gain, Parts, Quantizer, checked_choice, more_bits, to_stored
-from kvq.codecs.uniform import ScaleDtype, round_steps
+from kvq.codecs.uniform import Axis, Rounding, ScaleDtype, round_steps
 from kvq.errors import ConfigError, at_least, require
 
 Levels = Literal["odd", "full", "midpoint"]
@@ -40,7 +40,7 @@ class EngineUniformQuantizer(UniformQuantizer):
     """`UniformQuantizer` with further grids.
 
     Args:
-        bits, axis, plain: as `UniformQuantizer`.
+        bits, axis, group_size, symmetric, min_scale, rounding, reciprocal, scale_dtype: as `UniformQuantizer`.
         zero_point: see `ZeroPoint`; of an asymmetric grid.
         levels: see `Levels`; of a symmetric grid.
         fixed_scale: a scale for all groups of a symmetric grid, which is not stored (None: each group has its own).
@@ -51,13 +51,19 @@ class EngineUniformQuantizer(UniformQuantizer):
     def __init__(
         self,
         bits: int,
-        axis: str,
+        axis: Axis | str,
+        group_size: int | None = None,
+        symmetric: bool = False,
         zero_point: ZeroPoint | str = "float",
         levels: Levels | str = "odd",
         fixed_scale: float | None = None,
-        **plain: Any,
+        min_scale: float = 0.0,
+        rounding: Rounding | str = "even",
+        reciprocal: bool = False,
+        scale_dtype: ScaleDtype | str = "float16",
     ) -> None:
-        super().__init__(bits, axis, **plain)
+        grid: Any = {"min_scale": min_scale, "rounding": rounding, "reciprocal": reciprocal, "scale_dtype": scale_dtype}
+        super().__init__(bits, axis, group_size, symmetric, **grid)
         self.zero_point = checked_choice(ZeroPoint, zero_point, "zero_point")
         self.levels: Levels = checked_choice(Levels, levels, "levels")
         self.fixed_scale = fixed_scale

@@ -21,13 +21,12 @@ class RabitqQuantizer(CodeQuantizer):
 
     The grid has the half-integers (2 code - 2^b + 1) / 2 in each coordinate. Decoding gives them over 2^(b-1) √D, so a
     codec's gain makes the length: `parallel` is RaBitQ's unbiased scale <x, x> / <x, c>, `l2` the one of least squared
-    error. Over random rotations <q, x̂> is then an unbiased estimate of <q, x>. With 1 bit a code is a sign.
+    error. Over random rotations <q, x̂> is then an unbiased estimate of <q, x>. With 1 bit a code is a sign. Expects
+    tokens of random direction (a rotation).
 
     Args:
         bits: bits per code, 1-8.
         gain: see `Gain`; folds into the token norm before this quantizer.
-
-    Stores `codes.<plane>`; expects tokens of random direction (a rotation), whose lengths decide no code.
 
     Source: Extended RaBitQ (arXiv 2409.09913), for 1 bit RaBitQ (arXiv 2405.12497); grid and scales (delta_mode 1 and
     0): quantizer_standalone.cu of VectorDB-NTU/RabitQ_TurboQuant_KV_Comparison.
@@ -59,12 +58,10 @@ def best_steps(sizes: Float[Tensor, "rows dim"], count: int) -> UInt8[Tensor, "r
     """The steps k, 0 to count - 1, for which k + 1/2 has the largest cosine to the magnitudes of each row.
 
     A rescaling t gives the steps floor(t sizes), at most count - 1, and the best point is among these. They change at
-    t = k / size alone, in fp32 here: in the order of these crossings the product with the row grows by k / t each, the
-    squared length by 2 k. Of points between crossings at one t none is better than the better one before and behind.
+    t = k / size alone (in fp32 here), where the product with the row grows by k / t and the squared length by 2 k.
     """
     steps = torch.arange(1, count, device=sizes.device)
-    at = steps / sizes[..., None]  # of a zero: inf, behind all others
-    at = torch.empty_like(at, dtype=torch.float32).copy_(at)
+    at = (steps / sizes[..., None]).type(torch.float32)  # of a zero: inf, behind all others
     keys = ((at.view(torch.int32).long() << 32) + steps).flatten(1)  # positive floats are in the order of their bits
     on_cpu = keys.device.type == "cpu"  # there NumPy takes a twentieth of the time of torch
     keys = torch.from_numpy(np.sort(keys.numpy(), -1)) if on_cpu else keys.sort(-1).values

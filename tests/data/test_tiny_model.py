@@ -15,7 +15,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from experiments.models.tiny_model.evaluation import bits_per_byte, needle_accuracy
-from kvq.data import embedded
+from kvq.data import rows
 from kvq.data.rows import contains_any, extract_docstrings, index_by_anchor, is_in_split, load_corpus, normalize
 from kvq.errors import ConfigError
 
@@ -115,17 +115,15 @@ def test_docstrings_in_order_without_short_ones():
 
 
 def test_modules_are_sorted_and_without_tests_or_generated_files():
-    paths = list(embedded.find_modules())
+    paths = list(rows.find_modules())
     assert paths == sorted(paths)
-    assert len({path.split("/")[0] for path in paths}) == len(embedded.PACKAGES)
+    assert len({path.split("/")[0] for path in paths}) == len(rows.PACKAGES)
     assert not [path for path in paths if "/tests/" in path or path.endswith(("/version.py", "__config__.py"))]
 
 
 def test_held_out_by_the_sha256_of_the_path():
-    shares = {
-        path: int(hashlib.sha256(path.encode()).hexdigest()[:16], 16) / 16**16 for path in embedded.find_modules()
-    }
-    assert all(is_in_split(path, "test") == (share < embedded.TEST_FRACTION) for path, share in shares.items())
+    shares = {path: int(hashlib.sha256(path.encode()).hexdigest()[:16], 16) / 16**16 for path in rows.find_modules()}
+    assert all(is_in_split(path, "test") == (share < rows.TEST_FRACTION) for path, share in shares.items())
 
 
 def test_test_split_is_read_quickly_and_the_same_each_time():

@@ -69,8 +69,8 @@ FAMILIES = {
 }
 ENGINES = {
     "exllama2": "stage 'hadamard'",  # not orthonormal
-    "lmdeploy_42": "codes of InnerProductQuantizer",
-    "openvino_u4_by_channel": "codes of UniformQuantizer",
+    "lmdeploy_42": "codes of SignedRestQuantizer",
+    "openvino_u4_by_channel": "codes of EngineUniformQuantizer",
     "openvino_u8_by_channel": "codes of UniformQuantizer",
     "sglang_nvfp4": "stage 'scale'",
     "tensorrt": "stage 'scale'",
