@@ -61,7 +61,7 @@ def best_steps(sizes: Float[Tensor, "rows dim"], count: int) -> UInt8[Tensor, "r
     t = k / size alone (in fp32 here), where the product with the row grows by k / t and the squared length by 2 k.
     """
     steps = torch.arange(1, count, device=sizes.device)
-    at = (steps / sizes[..., None]).type(torch.float32)  # of a zero: inf, behind all others
+    at = sizes.new_empty(*sizes.shape, count - 1, dtype=torch.float32).copy_(steps / sizes[..., None])  # of a zero: inf
     keys = ((at.view(torch.int32).long() << 32) + steps).flatten(1)  # positive floats are in the order of their bits
     on_cpu = keys.device.type == "cpu"  # there NumPy takes a twentieth of the time of torch
     keys = torch.from_numpy(np.sort(keys.numpy(), -1)) if on_cpu else keys.sort(-1).values
