@@ -175,6 +175,7 @@ VALUES = [
     (["task=latency", "task.contexts=[]"], r"task.contexts=\[\]: a list of one or more"),
     (["task=latency", "task.references=[fast]"], "task.references"),
     (["task=latency", "task.regimes=[naive]"], "task.regimes"),
+    (["task=latency", "task.regimes=[kept,kept]"], "task.regimes=.*: each once"),
     (
         ["task=latency", "task.contexts=[99]", "task.regimes=[kept]", "method=h2o"],
         "task.regimes: eviction of h2o evicts tokens; needs a past",

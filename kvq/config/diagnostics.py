@@ -9,7 +9,20 @@ from typing import Annotated, Any, ClassVar
 
 from omegaconf import MISSING
 
-from kvq.config.limits import Count, Counts, Natural, Positive, Seed, Several, Share, between, check_limits, each, least
+from kvq.config.limits import (
+    Count,
+    Counts,
+    Natural,
+    Positive,
+    Seed,
+    Several,
+    Share,
+    between,
+    check_limits,
+    each,
+    least,
+    no_twice,
+)
 from kvq.errors import ConfigError, within
 
 Prefill = enum.StrEnum("Prefill", "whole chunked")
@@ -332,7 +345,9 @@ class SpeedConfig(TaskConfig):
     version: ClassVar[int] = 1
     repeats: Count = 5
     warmup: Natural = 1
-    references: list[References] = field(default_factory=lambda: [References.preallocated, References.dynamic])
+    references: Annotated[list[References], no_twice] = field(
+        default_factory=lambda: [References.preallocated, References.dynamic]
+    )
     new_tokens: Count = 32
 
 
@@ -352,7 +367,7 @@ class LatencyConfig(SpeedConfig):
     name: str = "latency"
     batches: Counts = field(default_factory=lambda: [1])
     contexts: Counts = field(default_factory=lambda: [512, 1024])
-    regimes: list[Regime] = field(default_factory=list)
+    regimes: Annotated[list[Regime], no_twice] = field(default_factory=list)
     prefill_steps: bool = False
     decode_steps: bool = False
 

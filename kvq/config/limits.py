@@ -54,6 +54,11 @@ def each_once(setting: str, given: Sequence[Any]) -> None:
     require(bool(given) and len(set(given)) == len(given), setting, given, "a list of one or more, each once")
 
 
+def no_twice(setting: str, given: Sequence[Any]) -> None:
+    """Raise `ConfigError` for a list of names with equal entries; it may be empty."""
+    require(len(set(given)) == len(given), setting, [str(name) for name in given], "each once")
+
+
 Natural = Annotated[int, least(0)]
 Count = Annotated[int, least(1)]
 Several = Annotated[int, least(2)]
