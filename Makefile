@@ -105,8 +105,8 @@ smoke: setup ## the answer to a one-line change, under a minute: style, architec
 test-fast: setup ## run the tests that take seconds
 	$(BIN)/python -m pytest $(TEST_ARGS) -m "not slow and not bench and not fuzz and not long"
 
-test-engines: setup ## install llama.cpp and MLX-LM as pinned wheels and hold the presets to them: two minutes
-	$(BIN)/python -m pip install --quiet $(PIP_ARGS) -c constraints.txt -e ".[dev,llamacpp,mlx]"
+test-engines: setup ## install llama.cpp, MLX-LM and ONNX Runtime as pinned wheels and hold the presets to them: two minutes
+	$(BIN)/python -m pip install --quiet $(PIP_ARGS) -c constraints.txt -e ".[dev,llamacpp,mlx,onnxruntime]"
 	$(BIN)/python -m pytest $(TEST_ARGS) plugins/kvq_engines
 
 lint: setup ## check style and types

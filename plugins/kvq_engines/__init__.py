@@ -1,4 +1,4 @@
-"""Engines that run a model themselves (llama.cpp, MLX), and the task that compares their cache formats with kvq's."""
+"""Engines (llama.cpp, MLX, ONNX Runtime's attention), and the task that compares their cache formats with kvq's."""
 
 from kvq.config.plugins import Plugin
 

@@ -15,9 +15,8 @@ from __future__ import annotations
 
 import contextlib
 import math
-import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -27,8 +26,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from kvq.cache import KVCache
-from kvq.cache.hooks import attentions, layer_number
-from kvq.cache.observe import INTERFACE, HookedFunctions, hook_attention_functions
+from kvq.cache.hooks import layer_number
 from kvq.codecs import Codec, UniformQuantizer
 from kvq.config import PplConfig
 from kvq.errors import DataError
@@ -39,12 +37,12 @@ from kvq.models.load import LoadedModel
 from kvq.results.statistics import delta_nll_of_samples
 from kvq.tasks.ppl import Writer
 from kvq.tasks.scoring import PplResult, Window, divergence, log_probabilities, parallel_method, score, without_codecs
-from kvq_engines.formats import format_for, open_engine
+from kvq_engines.formats import Engine, format_for, open_engine
 from kvq_engines.llamacpp import LlamaCpp
-from kvq_engines.mlx import Mlx
+from kvq_engines.onnxruntime import AttentionFunction, replace_attention
 
 
-def engine_log_probs(engine: LlamaCpp | Mlx, window: Window) -> Float[Tensor, "targets vocab"]:
+def engine_log_probs(engine: Engine, window: Window) -> Float[Tensor, "targets vocab"]:
     """The engine's log-probabilities of a window's targets."""
     parts, start = [], 0
     for logits in engine.logits(window.tokens[:-1]):
@@ -61,37 +59,16 @@ States = tuple[Float[Tensor, "heads tokens dim"], Float[Tensor, "heads tokens di
 
 
 def undo_stages(codec: Codec, y: Float[Tensor, "*lead tokens dim"]) -> Float[Tensor, "*lead tokens dim"]:
-    """Undo the stages of a codec, last first; they only reorder or rotate channels."""
+    """Undo the stages of a codec, last first; they only reorder, rotate or scale channels."""
     for _, stage in reversed(codec.stages):
         y = stage.inverse(y, {})
     return y
 
 
-class _EngineInterface(HookedFunctions):
-    """Attention functions that read other queries, keys and values than they are given."""
-
-    def __init__(self, functions: Any, key: Codec | None, stored: Sequence[States] | None) -> None:
-        super().__init__(functions, lambda *_: None)
-        self._key, self._stored = None if key is None else key.with_stages(key.stages, Q8_0), stored
-
-    def get_interface(self, name: str, default: Callable[..., Any]) -> Callable[..., Any]:
-        """The attention function `name`, called with replaced keys and values and with queries rounded to 8 bits."""
-        found = self._functions.get_interface(name, default)
-
-        def attend(module: Any, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Any:
-            if self._stored is not None:
-                states = self._stored[layer_number(module, kwargs)]
-                key, value = (own[None].to(query) for own in states)
-            if self._key is not None:
-                query = self._key.decode(self._key.encode(query))
-            return found(module, query, key, value, *args, **kwargs)
-
-        return attend
-
-
-@contextlib.contextmanager
-def engine_attention(model: nn.Module, key: Codec | None, stored: Sequence[States] | None = None) -> Iterator[None]:
-    """Within the context, every attention of a model reads keys, values and queries as an engine does.
+def engine_attention(
+    model: nn.Module, key: Codec | None, stored: Sequence[States] | None = None
+) -> contextlib.AbstractContextManager[None]:
+    """A context in which every attention of a model reads keys, values and queries as an engine does.
 
     Args:
         key: codec of the keys, whose stages precede the rounding of queries to 8 bits; None: queries as they are.
@@ -100,13 +77,19 @@ def engine_attention(model: nn.Module, key: Codec | None, stored: Sequence[State
     Raises:
         Unsupported: attention that does not go through transformers' attention interface.
     """
-    source = sys.modules[type(attentions(model)[0]).__module__]
-    undo = hook_attention_functions(attentions(model)[0], lambda *_: None)
-    setattr(source, INTERFACE, _EngineInterface(getattr(source, INTERFACE)._functions, key, stored))
-    try:
-        yield
-    finally:
-        undo()
+    rounding = None if key is None else key.with_stages(key.stages, Q8_0)
+
+    def replace_states(attention: AttentionFunction) -> AttentionFunction:
+        def attend(module: Any, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Any:
+            if stored is not None:
+                key, value = (side[None].to(query) for side in stored[layer_number(module, kwargs)])
+            if rounding is not None:
+                query = rounding.decode(rounding.encode(query))
+            return attention(module, query, key, value, *args, **kwargs)
+
+        return attend
+
+    return replace_attention(model, replace_states)
 
 
 @contextlib.contextmanager
@@ -208,8 +191,13 @@ def add_window(
             rounded = torch_log_probs(loaded, method, window)
         into.add("rounded", engine, rounded)
         into.add("rounded_preset", reference, rounded)
-    if stored is not None and own.key is not None and own.value is not None:
-        states = [(undo_stages(own.key, keys), undo_stages(own.value, values)) for keys, values in stored]
+    if stored is not None:
+        states = []
+        for layer, (keys, values) in enumerate(stored):
+            key_codec, value_codec = (own.codec(side, layer, len(stored)) for side in ("key", "value"))
+            assert key_codec is not None
+            assert value_codec is not None
+            states.append((undo_stages(key_codec, keys), undo_stages(value_codec, values)))
         with engine_attention(loaded.model, key, states):
             into.add("stored", engine, torch_log_probs(loaded, whole, window))
 
@@ -266,7 +254,7 @@ def run_engine(
         return agreement, engine.build
 
 
-def storage_of_engine(engine: LlamaCpp | Mlx, window: Window) -> dict[str, float]:
+def storage_of_engine(engine: Engine, window: Window) -> dict[str, float]:
     """What the engine's cache holds after a window: bits of keys, of values, of both, and bytes of the sequence."""
     key, value = engine.side_bits("key"), engine.side_bits("value")
     mean = (key + value) / 2

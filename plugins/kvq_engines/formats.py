@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from kvq.codecs import Codec
+from kvq.codecs.calibrated import calibrated_parts
 from kvq.config.limits import DISTRIBUTION, file_hash
 from kvq.config.method import Policy
 from kvq.errors import ConfigError, DataError, Unsupported, not_empty
@@ -23,8 +24,11 @@ from kvq.models.folder import carried_gguf
 from kvq.models.inputs import Inputs
 from kvq_engines.llamacpp import LlamaCpp, write_gguf
 from kvq_engines.mlx import Mlx
+from kvq_engines.onnxruntime import OnnxRuntime
 
-EngineName = enum.StrEnum("EngineName", "llamacpp mlx")
+Engine = LlamaCpp | Mlx | OnnxRuntime
+
+EngineName = enum.StrEnum("EngineName", "llamacpp mlx onnxruntime")
 """Programs that compute logits in the place of transformers."""
 
 EngineWeights = enum.StrEnum("EngineWeights", "float16 float32")
@@ -50,11 +54,12 @@ class EngineConfig:
         not_empty("task.engine.file", self.file)
         if not self and self.file is not None:
             raise ConfigError(f"task.engine.file={self.file}: needs task.engine.name=llamacpp")
-        if self.name is EngineName.mlx and (self.file is not None or self.weights is not EngineWeights.float32):
+        if self and self.name is not EngineName.llamacpp:
             given = "weights" if self.file is None else "file"
-            raise ConfigError(
-                f"task.engine.{given}={getattr(self, given)}: of llamacpp; mlx takes the model's own weights"
-            )
+            if self.file is not None or self.weights is not EngineWeights.float32:
+                raise ConfigError(
+                    f"task.engine.{given}={getattr(self, given)}: of llamacpp; {self.name} takes the model's weights"
+                )
 
     def __bool__(self) -> bool:
         return self.name is not None
@@ -93,8 +98,8 @@ _DTYPES = {"float32": "f32", "float16": "f16", "bfloat16": "bf16"}
 class Format:
     """What an engine stores of keys and of values.
 
-    `types`: ggml's of keys and values, or MLX's bits and group size (None: full precision). `rotated`: llama.cpp's
-    Hadamard rotation.
+    `types`: ggml's of keys and values, MLX's bits and group size, or ONNX Runtime's bits and steps of each layer (None:
+    full precision, or not calibrated yet). `rotated`: llama.cpp's Hadamard rotation.
     """
 
     types: tuple[Any, ...]
@@ -117,6 +122,8 @@ def format_of(method: Method, engine: EngineName, full: str) -> Format:
             raise Unsupported(
                 f"task.engine={engine}: quantizes each token as it comes; residual.{side}: sliding, size 0"
             )
+    if engine is EngineName.onnxruntime:
+        return _onnxruntime_format(method)
     return _mlx_format(method, codecs) if engine is EngineName.mlx else _llamacpp_format(method, codecs, _DTYPES[full])
 
 
@@ -160,14 +167,32 @@ def _mlx_format(method: Method, codecs: list[tuple[str, Codec]]) -> Format:
     return Format((found["bits"], found["group_size"]))
 
 
+def _onnxruntime_format(method: Method) -> Format:
+    """Bits and steps of ONNX Runtime's cache that the codecs of both sides are presets of."""
+    if method.is_full_precision:
+        return Format((None, None))
+    for bits in (8, 4):
+        for steps in ("", "/per_tensor"):
+            preset = build_method(f"engine/onnxruntime_int{bits}{steps}", head_dim=64)
+            if all(preset.settings[side] == method.settings[side] for side in ("key", "value")):
+                pairs = zip(*(method.bound.get(side, ()) for side in ("key", "value")), strict=True)
+                scales = [tuple(calibrated_parts(codec)["scale"].tables["scale"] for codec in pair) for pair in pairs]
+                return Format((bits, scales or None))
+    raise Unsupported(f"task.engine=onnxruntime: stores keys and values as engine/onnxruntime_*; not {method.name}")
+
+
 @contextlib.contextmanager
-def open_engine(inputs: Inputs, found: Format) -> Iterator[LlamaCpp | Mlx]:
+def open_engine(inputs: Inputs, found: Format) -> Iterator[Engine]:
     """The engine of a run with the model in it; a GGUF file that was written of the weights is deleted afterwards."""
     task = inputs.config.task
     settings: EngineConfig = task.engine
     if settings.name is EngineName.mlx:
         with Mlx(inputs.model.model, task.context, *found.types) as engine:
             yield engine
+        return
+    if settings.name is EngineName.onnxruntime:
+        with OnnxRuntime(inputs.model.model, *found.types) as onnxruntime:
+            yield onnxruntime
         return
     with tempfile.TemporaryDirectory(prefix="kvq-gguf-") as folder:
         if (file := settings.path) is None:

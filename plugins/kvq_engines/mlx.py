@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.metadata
 from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar, Final
 
@@ -12,7 +11,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from kvq.errors import ConfigError, DataError, Unsupported, one_line
+from kvq.errors import DataError, Unsupported, one_line
+from kvq_engines.packages import check_installed
 
 PACKAGES: Final = {"mlx": "0.32.4", "mlx-lm": "0.32.2"}
 _BATCH: Final = 512
@@ -36,7 +36,7 @@ class Mlx(contextlib.AbstractContextManager["Mlx"]):
     name = "MLX-LM"
 
     def __init__(self, model: Any, context: int, bits: int | None = None, group_size: int = 64) -> None:
-        _check_installed()
+        check_installed("mlx", PACKAGES)
         import mlx.core as mx
         from mlx_lm.models.cache import make_prompt_cache
         from mlx_lm.utils import _get_classes
@@ -140,16 +140,6 @@ class Mlx(contextlib.AbstractContextManager["Mlx"]):
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-def _check_installed() -> None:
-    for name, pinned in PACKAGES.items():
-        try:
-            found = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError as error:
-            raise ConfigError(f"task.engine=mlx: needs {name}=={pinned}; pip install -e '.[mlx]'") from error
-        if found != pinned:
-            raise ConfigError(f"task.engine=mlx: {name}=={found} is installed; the cache is known of {pinned}")
 
 
 def _sides(cache: Any) -> tuple[Any, Any]:

@@ -25,7 +25,7 @@ from kvq_engines.agreement import run_engine
 from kvq_engines.formats import EngineConfig, format_for
 from kvq_engines.kld import LogitsWriter
 
-_CLASSES = {"llamacpp": "LlamaCpp", "mlx": "Mlx"}
+_CLASSES = {"llamacpp": "LlamaCpp", "mlx": "Mlx", "onnxruntime": "OnnxRuntime"}
 
 
 @dataclass

@@ -52,6 +52,25 @@ class LayerScale(Calibrated, Stage):
         return y * self.table("scale", y)
 
 
+class ChannelScale(LayerScale):
+    """Divide each channel of each KV head by (largest magnitude on the calibration text) / `divisor`: 127 or 7.
+
+    Table: `scale` `[heads, 1, dim]` in fp32; 1 where a channel is 0. Its bytes belong to the model, not to tokens.
+
+    Source: ONNX Runtime's GroupQueryAttention with `k_quant_type` PER_CHANNEL (its pull request 28576).
+    """
+
+    version: ClassVar[int] = 1
+
+    def __init__(self, divisor: float | int) -> None:
+        super().__init__(divisor)
+
+    def fit(self, x: States, gradients: States | None, seed: int) -> Tables:
+        """`scale`, of one layer's keys or values."""
+        largest = x.abs().amax(1, keepdim=True).float()
+        return {"scale": (largest / self.divisor).masked_fill(largest == 0, 1)}
+
+
 class SmoothedChannels(LayerScale):
     """Divide each channel of each KV head by the square root of its largest magnitude on the calibration text.
 

@@ -14,3 +14,4 @@ def has(*names):
 
 llamacpp = pytest.mark.skipif(not has("xllamacpp", "cffi", "gguf"), reason="llama.cpp: pip install -e '.[llamacpp]'")
 mlx = pytest.mark.skipif(not has("mlx", "mlx-lm"), reason="MLX-LM: pip install -e '.[mlx]'")
+onnxruntime = pytest.mark.skipif(not has("onnxruntime", "onnx"), reason="ONNX Runtime: pip install -e '.[onnxruntime]'")
