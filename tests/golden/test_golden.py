@@ -56,7 +56,7 @@ def test_every_part_of_every_method_and_task_has_a_golden() -> None:
     """
     held = {name for case in _cases() for name in _golden(case).versions}
     settings = {name for name in declared_versions() if name.endswith("Config")}
-    engines = {"LlamaCpp", "LogitsFile", "Mlx"}
+    engines = {"LlamaCpp", "LogitsFile", "Mlx", "OnnxRuntime"}
     elsewhere = {"latency", "throughput", "LibraryCache", "MergedRotation", "HeadsCodec", *engines}
     assert set(declared_versions()) - held - settings == elsewhere
 
