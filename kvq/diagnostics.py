@@ -21,6 +21,8 @@ KvStates = Float[Tensor, "batch kv_heads tokens dim"]
 QUERY_CHUNK = 128
 """Queries whose attention weights are in memory at once."""
 MAX_SUBSET_STAGES = 6
+TOKENS_PER_GROUP = 32
+"""Tokens per group where the quantizer has no groups: the size of OScaR's and KIVI's."""
 
 
 def relative_mse(x: States, x_hat: States) -> Float[Tensor, " heads"]:
@@ -81,10 +83,10 @@ class AttentionRule:
         return torch.log_softmax(logits.masked_fill(hidden, -torch.inf), -1)
 
 
-def query_chunks(query: States, size: int = QUERY_CHUNK) -> Iterator[tuple[int, States]]:
-    """Position of the first query of each chunk, and the chunk."""
-    for first in range(0, query.shape[2], size):
-        yield first, query[:, :, first : first + size]
+def query_chunks(query: States) -> Iterator[tuple[int, States]]:
+    """Position of the first query of each chunk of `QUERY_CHUNK` queries, and the chunk."""
+    for first in range(0, query.shape[2], QUERY_CHUNK):
+        yield first, query[:, :, first : first + QUERY_CHUNK]
 
 
 def attention_received(attention: AttentionRule, query: States, key: KvStates) -> Float[Tensor, "heads tokens"]:
@@ -163,11 +165,7 @@ def arms(codec: Codec, subsets: bool = False) -> list[Arm]:
         chosen = [pick for count in range(len(names) + 1) for pick in itertools.combinations(names, count)]
     stages = dict(codec.stages)
     return [
-        Arm(
-            "+".join(pick) or "none",
-            codec.with_stages((name, stages[name]) for name in pick),
-            len(pick) == len(names),
-        )
+        Arm("+".join(pick) or "none", codec.with_stages((name, stages[name]) for name in pick), len(pick) == len(names))
         for pick in chosen
     ]
 
@@ -183,10 +181,6 @@ def reconstruct(codec: Codec, x: States, block: int | None, rope: Rope | None) -
     """The decoded states of a cache that quantizes all tokens in blocks of `block` tokens (None: one block)."""
     rotation = rope if codec.uses_rope else None
     return codec.decode(codec.encode(x, block, rotation), rotation)
-
-
-TOKENS_PER_GROUP = 32
-"""Tokens per group where the quantizer has no groups: the size of OScaR's and KIVI's."""
 
 
 def token_norms(x: States) -> Float[Tensor, "batch heads tokens"]:
@@ -281,10 +275,8 @@ def stage_outputs(codec: Codec, x: States, block: int | None, rope: Rope | None)
 
 def quantizer_group(codec: Codec) -> int:
     """Tokens that share one scale per channel in `codec`; `TOKENS_PER_GROUP` where it shares none or the block's."""
-    quantizer = codec.quantizer
-    if isinstance(quantizer, UniformQuantizer) and quantizer.axis == "per_channel" and quantizer.group_size:
-        return quantizer.group_size
-    return TOKENS_PER_GROUP
+    size = getattr(codec.quantizer, "group_size", None) if shares_tokens(codec) else None
+    return size or TOKENS_PER_GROUP
 
 
 def shares_tokens(codec: Codec) -> bool:

@@ -53,9 +53,9 @@ def main() -> NoReturn:
     named = sys.argv[1] if len(sys.argv) > 1 else ""
     module = COMMANDS.get(named)
     if module is None and named.isidentifier():
-        from kvq.config.plugins import commands  # most commands are done without
+        from kvq.config.plugins import merge_tables  # most commands are done without
 
-        module = commands().get(named)
+        module = merge_tables("commands").get(named)
     if module is not None:
         del sys.argv[1]
     enter(module or "kvq.cli")

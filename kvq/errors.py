@@ -67,15 +67,13 @@ def check_choice(setting: str, value: str, options: Iterable[str]) -> None:
 
 def at_least(setting: str, value: int | float | None, lowest: int | float) -> None:
     """Raise `ConfigError` naming `setting` when `value` lies below `lowest`; None is no value."""
-    if value is not None and value < lowest:
-        raise ConfigError(f"{setting}={value}: at least {lowest}")
+    require(value is None or value >= lowest, setting, value, f"at least {lowest}")
 
 
 def within(setting: str, value: int | None, lowest: int, highest: int) -> None:
     """Raise `ConfigError` naming `setting` when `value` lies outside of a range; None is no value."""
-    if value is not None and not lowest <= value <= highest:
-        side = f"at least {lowest}" if value < lowest else f"at most {highest}"
-        raise ConfigError(f"{setting}={value}: {side}")
+    at_least(setting, value, lowest)
+    require(value is None or value <= highest, setting, value, f"at most {highest}")
 
 
 def require(
@@ -88,14 +86,12 @@ def require(
 
 def check_seed(setting: str, value: int) -> None:
     """Raise `ConfigError` naming `setting` when `value` is no seed."""
-    if not 0 <= value <= MAX_SEED:
-        raise ConfigError(f"{setting}={value}: 0 to {MAX_SEED}")
+    require(0 <= value <= MAX_SEED, setting, value, f"0 to {MAX_SEED}")
 
 
 def not_empty(setting: str, value: str | None) -> None:
     """Raise `ConfigError` naming `setting` when `value` is an empty text, such as that of an unset variable."""
-    if value is not None and not value.strip():
-        raise ConfigError(f"{setting}={value}: empty")
+    require(value is None or bool(value.strip()), setting, value, "empty")
 
 
 def check_path(setting: str, path: str | None) -> None:

@@ -13,6 +13,11 @@ from kvq.errors import ConfigError, Unsupported
 MIN_BITS, MAX_BITS = 1, 16
 MIN_REAL = 0.5
 """Least bits of a method that takes any number, a mean over components of different widths."""
+Widths = int | list[int]
+"""Bits of a layer's keys or values: one number, or one for each KV head."""
+WHOLE = 16
+"""Among the bits of a layer's heads: that head stays in full precision."""
+_NUMBER = r"\d{1,3}(?:\.\d{1,6})?"
 
 
 @dataclass(frozen=True)
@@ -33,12 +38,6 @@ def mean_label(layers: Sequence[Bits]) -> str:
     sides = [layer.key for layer in layers], [layer.value for layer in layers]
     key, value = (f"{round(sum(bits) / len(bits), 3):g}" for bits in sides)
     return key if key == value else f"k{key}v{value}"
-
-
-Widths = int | list[int]
-"""Bits of a layer's keys or values: one number, or one for each KV head."""
-WHOLE = 16
-"""Among the bits of a layer's heads: that head stays in full precision."""
 
 
 @dataclass
@@ -149,9 +148,6 @@ def parse_bits(given: Any, real: bool = False) -> Bits:
             f"{{key: 3, value: 2}} or, in Python, (3, 2); fractions from {MIN_REAL} where a method takes them"
         )
     return Bits(*numbers)
-
-
-_NUMBER = r"\d{1,3}(?:\.\d{1,6})?"
 
 
 def _parse_side(side: Any, real: bool) -> float | int | None:

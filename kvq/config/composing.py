@@ -40,6 +40,7 @@ from kvq.config.tasks import SCHEMAS
 from kvq.errors import ConfigError, did_you_mean
 
 VERSION_BASE = "1.3"
+_unchanged: dict[tuple[Path, ...], Files] | None = None
 
 
 class Files(NamedTuple):
@@ -120,9 +121,6 @@ def _schemas() -> Any:
     packages = [Path(__file__).parent, *(plugin.folder for plugin in plugins.installed().values() if plugin.tasks)]
     entries = [entry for package in packages for entry in _stamps(package)]
     return hydra.__version__, omegaconf.__version__, sys.version, entries
-
-
-_unchanged: dict[tuple[Path, ...], Files] | None = None
 
 
 @contextlib.contextmanager

@@ -32,6 +32,26 @@ Prefill = enum.StrEnum("Prefill", "whole chunked")
 one by one, so that they read the quantized cache too.
 """
 
+Drawn = enum.StrEnum("Drawn", "gaussian sphere drifting")
+"""`gaussian`: independent numbers; `sphere`: their directions; `drifting`: a walk of Gaussian steps."""
+Arms = enum.StrEnum("Arms", "prefixes subsets")
+"""Which stages of a method are applied: every prefix of their order, or every subset of them."""
+
+References = enum.StrEnum("References", "preallocated dynamic")
+"""The references that are timed together with a method.
+
+`preallocated`: `torch.nn.functional.scaled_dot_product_attention` over a cache of the full size in the model's
+dtype, the queries that share a head as rows of one; `dynamic`: transformers' DynamicCache and the model's own
+attention.
+"""
+
+Regime = enum.StrEnum("Regime", "per_head per_layer compiled kept packed")
+"""How a decoded token reads the packed past.
+
+`per_head`: decoded head by head in a Python loop; `per_layer`: a layer at once, as `cache.attention=dense` does;
+`compiled`: the same with `torch.compile`; `kept`: decoded once and kept; `packed`: attention on codes.
+"""
+
 
 @dataclass
 class TaskConfig:
@@ -83,13 +103,6 @@ class ReadingConfig(TaskConfig):
 
     prefill: Prefill = Prefill.whole
     bos: bool | None = None
-
-
-Drawn = enum.StrEnum("Drawn", "gaussian sphere drifting")
-"""`gaussian`: independent numbers; `sphere`: their directions; `drifting`: a walk of Gaussian steps."""
-
-Arms = enum.StrEnum("Arms", "prefixes subsets")
-"""Which stages of a method are applied: every prefix of their order, or every subset of them."""
 
 
 @dataclass
@@ -304,30 +317,6 @@ class ModelStatesConfig(KnownStatesConfig, CaptureConfig):
             raise ConfigError(f"task.held_out={self.held_out}: at most task.context={self.context} less 2")
 
 
-SCHEMAS = {
-    kind.name: kind
-    for kind in (
-        *(TniConfig, ModalityConfig, DistributionConfig, ErrorConfig, MemoryConfig, SyntheticConfig),
-        *(RandomStatesConfig, ModelStatesConfig),
-    )
-}
-
-References = enum.StrEnum("References", "preallocated dynamic")
-"""The references that are timed together with a method.
-
-`preallocated`: `torch.nn.functional.scaled_dot_product_attention` over a cache of the full size in the model's
-dtype, the queries that share a head as rows of one; `dynamic`: transformers' DynamicCache and the model's own
-attention.
-"""
-
-Regime = enum.StrEnum("Regime", "per_head per_layer compiled kept packed")
-"""How a decoded token reads the packed past.
-
-`per_head`: decoded head by head in a Python loop; `per_layer`: a layer at once, as `cache.attention=dense` does;
-`compiled`: the same with `torch.compile`; `kept`: decoded once and kept; `packed`: attention on codes.
-"""
-
-
 @dataclass
 class SpeedConfig(TaskConfig):
     """Settings of every task that measures time.
@@ -385,4 +374,11 @@ class ThroughputConfig(SpeedConfig):
     new_tokens: Count = 338
 
 
+SCHEMAS = {
+    kind.name: kind
+    for kind in (
+        *(TniConfig, ModalityConfig, DistributionConfig, ErrorConfig, MemoryConfig, SyntheticConfig),
+        *(RandomStatesConfig, ModelStatesConfig),
+    )
+}
 SPEED = {kind.name: kind for kind in (LatencyConfig, ThroughputConfig)}

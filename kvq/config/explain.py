@@ -25,6 +25,25 @@ from kvq.errors import ConfigError, KvqError, did_you_mean, one_line
 COMPOSE_ERRORS = (KvqError, HydraException, OmegaConfBaseException, ValueError, AssertionError, yaml.YAMLError)
 _FEW = 10
 ONE_PROCESS = "a sweep is one process; start a command for each part of it, such as method=kivi and method=nsn"
+USAGE = """\
+kvq measures KV-cache quantizers: one run, or a sweep with -m. Results are JSON records under results/.
+
+  python run.py method=nsn bits=3                           one run
+  python run.py -m method=nsn,oscar,kivi bits=2,3,4         a sweep; runs that are done are skipped
+  python run.py -m method=kivi bits=2,k4v2 plan=true        what is done, stale, pending or unsupported; starts nothing
+  python run.py method=nsn method.key.stages.norm=null      an ablation; any setting can be given this way
+  python run.py method=kivi residual=none task=ppl/nsn      another residual, another protocol
+  python run.py model=hf model.path=<hub id or folder>      any llama-shaped model
+  python run.py --config-dir=mine method=my_method          methods, tasks, data sets of your own (docs/extend.md)
+  python run.py +experiment=nsnquant/table5 model=tiny      a paper's table in small; without model= it is the paper's
+  python run.py --cfg job method=oscar                      print the configuration and stop
+  python run.py ls methods [word]                           what there is to choose; also models, tasks, experiments
+  make tables                                               tables of all results; also python run.py report --print
+  make report                                               one page of all results, results/report.html
+
+Where the package is installed, `kvq` and `python -m kvq` stand for `python run.py`; other commands of it are report,
+papers, figures, html and wandb. bits is 3, k3v2 (keys 3, values 2) or {key: 3, value: 2}. KVQ_DEBUG=1 shows
+tracebacks, --hydra-help Hydra's flags."""
 
 
 def choices(config_dir: str | Path | None = None) -> dict[str, dict[str, str]]:
@@ -162,24 +181,3 @@ def overview() -> str:
         lines.append(f"\n{prefix}{group}=  ({len(names)})")
         lines += textwrap.wrap(shown, 110, initial_indent="  ", subsequent_indent="  ", break_on_hyphens=False)
     return "\n".join(lines)
-
-
-USAGE = """\
-kvq measures KV-cache quantizers: one run, or a sweep with -m. Results are JSON records under results/.
-
-  python run.py method=nsn bits=3                           one run
-  python run.py -m method=nsn,oscar,kivi bits=2,3,4         a sweep; runs that are done are skipped
-  python run.py -m method=kivi bits=2,k4v2 plan=true        what is done, stale, pending or unsupported; starts nothing
-  python run.py method=nsn method.key.stages.norm=null      an ablation; any setting can be given this way
-  python run.py method=kivi residual=none task=ppl/nsn      another residual, another protocol
-  python run.py model=hf model.path=<hub id or folder>      any llama-shaped model
-  python run.py --config-dir=mine method=my_method          methods, tasks, data sets of your own (docs/extend.md)
-  python run.py +experiment=nsnquant/table5 model=tiny      a paper's table in small; without model= it is the paper's
-  python run.py --cfg job method=oscar                      print the configuration and stop
-  python run.py ls methods [word]                           what there is to choose; also models, tasks, experiments
-  make tables                                               tables of all results; also python run.py report --print
-  make report                                               one page of all results, results/report.html
-
-Where the package is installed, `kvq` and `python -m kvq` stand for `python run.py`; other commands of it are report,
-papers, figures, html and wandb. bits is 3, k3v2 (keys 3, values 2) or {key: 3, value: 2}. KVQ_DEBUG=1 shows
-tracebacks, --hydra-help Hydra's flags."""

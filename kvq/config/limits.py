@@ -9,16 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
-from kvq.errors import (
-    MAX_RESAMPLES,
-    at_least,
-    check_choice,
-    check_path,
-    check_seed,
-    not_empty,
-    require,
-    within,
-)
+from kvq.errors import MAX_RESAMPLES, at_least, check_choice, check_path, check_seed, not_empty, require, within
 
 Check = Callable[[str, Any], None]
 """Raises `ConfigError` for a value, naming its setting; None is no value."""
@@ -91,10 +82,6 @@ def _declared_checks(hint: Any) -> list[Check]:
     """The checks of `Annotated[...]`, also where it is one of several types (`Count | None`)."""
     own = list(hint.__metadata__) if get_origin(hint) is Annotated else []
     return own or [check for inner in get_args(hint) for check in _declared_checks(inner)]
-
-
-EMBEDDED, DISTRIBUTION = "embedded:", "distribution:"
-"""Begin a `model.path` of a model of the package, or a file that an installed Python distribution carries."""
 
 
 def cache_folder() -> Path:

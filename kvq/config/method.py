@@ -26,6 +26,27 @@ size 0 is how serving engines store: a token is quantized when it is written, an
 
 PrefillBlock = enum.StrEnum("PrefillBlock", "size whole")
 """How a prefill is cut: blocks of `size`, or the whole prefill as one block (nsn)."""
+TEST_TEXT = 0.05
+"""Largest share of n-grams in common with the scored text; texts that are apart share up to 0.01 (docs/methods.md)."""
+RENAMED = {
+    "halves": "rounding",
+    "least_scale": "min_scale",
+    "side_dtype": "scale_dtype",
+    "plan": "token_policy",
+    "kvq.methods.plan.OutlierTokens": "kvq.methods.mixed_precision.OutlierTokens",
+    "kvq.methods.plan.Saliency": "kvq.methods.mixed_precision.Saliency",
+}
+"""Settings and targets by their names of earlier versions, which overrides may still use, and keys and records keep."""
+_RENAMED_PATH = re.compile(r"(?P<path>[+~]{0,2}method\.(?:[\w.]+\.)?(?:halves|least_scale|side_dtype|plan))(?=[.=]|$)")
+WRITTEN: dict[str, dict[str, Any]] = {
+    "kvq.codecs.NonUniformQuantizer": {"chosen": "threshold"},
+    "kvq.codecs.ClippedQuantizer": {"step": "levels"},
+    "kvq.methods.plan.Saliency": {"divide_by": "probes", "decoding": "shares"},
+}
+"""Settings that a class no longer has, with the value of all records, which keys keep."""
+CodecSettings = Annotated[
+    Any, lambda setting, given: require(isinstance(given, Mapping), setting, given, "a codec (stages, order), or null")
+]
 
 
 @dataclass
@@ -120,36 +141,14 @@ def leaving(held: int, kept: int, group: int, whole: bool) -> int:
     return gone if whole else gone - gone % group
 
 
-RENAMED = {
-    "halves": "rounding",
-    "least_scale": "min_scale",
-    "side_dtype": "scale_dtype",
-    "plan": "token_policy",
-    "kvq.methods.plan.OutlierTokens": "kvq.methods.mixed_precision.OutlierTokens",
-    "kvq.methods.plan.Saliency": "kvq.methods.mixed_precision.Saliency",
-}
-"""Settings and targets by their names of earlier versions, which overrides may still use, and keys and records keep."""
-
-
-WRITTEN: dict[str, dict[str, Any]] = {
-    "kvq.codecs.NonUniformQuantizer": {"chosen": "threshold"},
-    "kvq.codecs.ClippedQuantizer": {"step": "levels"},
-    "kvq.methods.plan.Saliency": {"divide_by": "probes", "decoding": "shares"},
-}
-"""Settings that a class no longer has, with the value of all records, which keys keep."""
-
-
 def current_names() -> dict[str, str]:
     """Name of an earlier version -> current name, of settings and of classes, those of plugins with them."""
-    return RENAMED | plugins.renamed()
+    return RENAMED | plugins.merge_tables("renamed")
 
 
 def earlier_names() -> dict[str, str]:
     """Current name -> the name that keys and records keep."""
-    return {name: earlier for earlier, name in current_names().items()} | plugins.keyed()
-
-
-_RENAMED_PATH = re.compile(r"(?P<path>[+~]{0,2}method\.(?:[\w.]+\.)?(?:halves|least_scale|side_dtype|plan))(?=[.=]|$)")
+    return {name: earlier for earlier, name in current_names().items()} | plugins.merge_tables("keyed")
 
 
 def with_names(settings: Any, names: Mapping[str, str], more: Mapping[str, Mapping[str, Any]] | None = None) -> Any:
@@ -177,10 +176,6 @@ def with_current_names(overrides: Sequence[str]) -> list[str]:
             before, _, earlier = match["path"].rpartition(".")
             words[index] = f"{before}.{RENAMED[earlier]}{word[match.end() :]}"
     return words
-
-
-TEST_TEXT = 0.05
-"""Largest share of n-grams in common with the scored text; texts that are apart share up to 0.01 (docs/methods.md)."""
 
 
 @dataclass
@@ -216,11 +211,6 @@ class CalibrationConfig:
             )
         if self.split == "test" and not self.allow_test_text:
             raise ConfigError("method.calibration.split=test: never the text under test; train, or null")
-
-
-CodecSettings = Annotated[
-    Any, lambda setting, given: require(isinstance(given, Mapping), setting, given, "a codec (stages, order), or null")
-]
 
 
 def _with_orders(settings: Any) -> Any:
@@ -280,17 +270,12 @@ class MethodConfig:
 
     def __post_init__(self) -> None:
         check_limits("method", self)
-        self.key, self.value = (_with_orders(with_names(codec, current_names())) for codec in (self.key, self.value))
-        self.eviction, self.token_policy, self.policies = (
-            _with_orders(with_names(given, current_names()))
-            for given in (self.eviction, self.token_policy, self.policies)
-        )
-        for name in self.policies:
-            if name in {entry.name for entry in fields(self)}:
-                raise ConfigError(f"method.policies.{name}: the name of a setting of the method")
-        for side in self.full_precision_layers:
-            if side not in ("key", "value"):
-                raise ConfigError(f"method.full_precision_layers.{side}: key or value")
+        for name in ("key", "value", "eviction", "token_policy", "policies"):
+            setattr(self, name, _with_orders(with_names(getattr(self, name), current_names())))
+        for name in sorted(self.policies.keys() & {entry.name for entry in fields(self)}):
+            raise ConfigError(f"method.policies.{name}: the name of a setting of the method")
+        for side in sorted(self.full_precision_layers.keys() - {"key", "value"}):
+            raise ConfigError(f"method.full_precision_layers.{side}: key or value")
         limits = self.bits_range
         if limits is not None and not (len(limits) == 2 and 1 <= limits[0] <= limits[1]):
             raise ConfigError(f"method.bits_range={limits}: [lowest, highest], or null for a fixed rate")

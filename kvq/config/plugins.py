@@ -31,6 +31,8 @@ ENTRY_POINTS = "kvq.plugins"
 SELECT = "KVQ_PLUGINS"
 """Environment variable: `none`, or the plugins to use, separated by commas; unset: all that are installed."""
 _in_use: list[Path] = []
+_failures: dict[str, str] = {}
+"""Name of a plugin that cannot be imported -> the reason."""
 
 
 @dataclass(frozen=True)
@@ -80,10 +82,6 @@ def installed() -> Mapping[str, Plugin]:
     return found
 
 
-_failures: dict[str, str] = {}
-"""Name of a plugin that cannot be imported -> the reason."""
-
-
 def _load(entry: importlib.metadata.EntryPoint) -> Plugin | None:
     """The plugin of an entry point; None, with a line on stderr, where its import fails."""
     try:
@@ -108,19 +106,9 @@ def import_modules(point: str) -> list[ModuleType]:
     return [importlib.import_module(name) for plugin in installed().values() for name in plugin.modules.get(point, ())]
 
 
-def renamed() -> dict[str, str]:
-    """Earlier import path of each class that has moved to a plugin -> its path now."""
-    return {earlier: now for plugin in installed().values() for earlier, now in plugin.renamed.items()}
-
-
-def keyed() -> dict[str, str]:
-    """Class of a plugin -> the class of kvq by whose name keys and records have it."""
-    return {now: name for plugin in installed().values() for now, name in plugin.keyed.items()}
-
-
-def commands() -> dict[str, str]:
-    """Word after `kvq` -> module of the command, of all plugins."""
-    return {word: module for plugin in installed().values() for word, module in plugin.commands.items()}
+def merge_tables(name: str) -> dict[str, str]:
+    """The tables of this name (`commands`, `renamed`, `keyed`) of all plugins, as one."""
+    return {key: value for plugin in installed().values() for key, value in getattr(plugin, name).items()}
 
 
 def packages() -> list[Path]:

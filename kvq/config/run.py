@@ -14,25 +14,36 @@ from omegaconf import MISSING
 
 from kvq.config.bits import Bits, mean_label, parse_bits
 from kvq.config.diagnostics import DiagnosticConfig
-from kvq.config.limits import (
-    DISTRIBUTION,
-    EMBEDDED,
-    Count,
-    Natural,
-    PathName,
-    Seed,
-    Several,
-    Text,
-    among,
-    between,
-    check_limits,
-)
+from kvq.config.limits import Count, Natural, PathName, Seed, Several, Text, among, between, check_limits
 from kvq.config.method import MethodConfig, Residual, ResidualConfig, effective_residual
 from kvq.config.tasks import TIMED, Scoring, is_timed
 from kvq.errors import MAX_THREADS, ConfigError, check_choice, check_path, check_seed, within
 
 AXES = ("model", "method", "setting", "dataset", "metric")
 """Columns of the published figures that tell them apart."""
+DEVICE_MAPS = ("auto", "balanced", "balanced_low_0", "sequential")
+"""Ways in which transformers spreads a model over devices."""
+EMBEDDED, DISTRIBUTION = "embedded:", "distribution:"
+"""Begin a `model.path` of a model of the package, or a file that an installed Python distribution carries."""
+_MAX_NAME = 128
+
+Device = enum.StrEnum("Device", "auto cpu cuda")
+"""Where the model runs; `auto`: CUDA when there is one."""
+CpuLinear = enum.StrEnum("CpuLinear", "torch onednn")
+"""The library that multiplies by a model's float32 weights on a CPU."""
+Dtype = enum.StrEnum("Dtype", "float16 bfloat16 float32 float64")
+"""Dtype of weights and activations, by torch's name."""
+
+Loader = enum.StrEnum("Loader", "embedded text documents items")
+"""How text is read: from installed packages, as one stream of joined rows, or as cropped documents.
+
+`items`: no text but the items of a task that brings its own.
+"""
+
+WandbMode = enum.StrEnum("WandbMode", "online offline disabled")
+"""`offline`: files under `results_dir/wandb`, which `wandb sync` sends later; `disabled`: nothing is sent."""
+Attention = enum.StrEnum("Attention", "dense packed")
+"""What a decoded token attends to: decoded keys and values, or packed codes (the same up to rounding)."""
 
 
 @dataclass
@@ -104,12 +115,6 @@ class LayoutConfig:
         return {axis: known[axis] for axis in AXES if axis in known}
 
 
-_MAX_NAME = 128
-
-WandbMode = enum.StrEnum("WandbMode", "online offline disabled")
-"""`offline`: files under `results_dir/wandb`, which `wandb sync` sends later; `disabled`: nothing is sent."""
-
-
 @dataclass
 class NoLogger:
     """Only records."""
@@ -152,24 +157,6 @@ class WandbLogger(NoLogger):
             self.mode = WandbMode(named)
 
 
-LOGGERS: dict[str, type[NoLogger]] = {"none": NoLogger, "wandb": WandbLogger}
-
-Device = enum.StrEnum("Device", "auto cpu cuda")
-"""Where the model runs; `auto`: CUDA when there is one."""
-
-CpuLinear = enum.StrEnum("CpuLinear", "torch onednn")
-"""The library that multiplies by a model's float32 weights on a CPU."""
-
-Dtype = enum.StrEnum("Dtype", "float16 bfloat16 float32 float64")
-"""Dtype of weights and activations, by torch's name."""
-
-Loader = enum.StrEnum("Loader", "embedded text documents items")
-"""How text is read: from installed packages, as one stream of joined rows, or as cropped documents.
-
-`items`: no text but the items of a task that brings its own.
-"""
-
-
 @dataclass
 class OutliersConfig:
     """Function-preserving channel outliers: scales are powers of two, counts (0: none) per layer and KV head.
@@ -201,10 +188,6 @@ def _check_stored(setting: str, dtype: Dtype | None) -> None:
     """Refuse float64 as dtype of what is stored."""
     if dtype is Dtype.float64:
         raise ConfigError(f"{setting}={dtype}: null, float16, bfloat16 or float32")
-
-
-DEVICE_MAPS = ("auto", "balanced", "balanced_low_0", "sequential")
-"""Ways in which transformers spreads a model over devices."""
 
 
 @dataclass
@@ -297,10 +280,6 @@ class DatasetConfig:
             raise ConfigError(f"dataset.rows={self.rows}: dataset={self.name} is {kind}")
 
 
-Attention = enum.StrEnum("Attention", "dense packed")
-"""What a decoded token attends to: decoded keys and values, or packed codes (the same up to rounding)."""
-
-
 @dataclass
 class CacheConfig:
     """`keep_decoded`: also keep the decoded copy, for speed; results are the same, and no memory is saved.
@@ -386,3 +365,6 @@ class Config:
         residual = effective_residual(self.method.residual, self.residual)
         in_turn = getattr(self.task, "scoring", Scoring.generation) is Scoring.generation
         return residual if in_turn else residual.for_parallel_scoring()
+
+
+LOGGERS: dict[str, type[NoLogger]] = {"none": NoLogger, "wandb": WandbLogger}

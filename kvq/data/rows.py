@@ -182,10 +182,10 @@ def _drop_copies(texts: Iterable[str], seen: set[str]) -> Iterator[str]:
 
 
 @cache
-def go_offline_if_silent(patience: float = 3.0) -> None:
-    """Switch the hub's libraries to offline mode, for their cache, where it does not answer in so many seconds."""
+def go_offline_if_silent() -> None:
+    """Switch the hub's libraries to offline mode, for their cache, where it does not answer in 3 seconds."""
     try:
-        constants.is_offline_mode() or get_session().head(constants.ENDPOINT, timeout=patience)
+        constants.is_offline_mode() or get_session().head(constants.ENDPOINT, timeout=3.0)
     except Exception:  # of whatever library transports it; all mean that the hub does not answer
         os.environ["HF_HUB_OFFLINE"], constants.HF_HUB_OFFLINE = "1", True
         if "datasets" in sys.modules:  # it keeps a copy of its own

@@ -59,8 +59,7 @@ def load_tokens(config: DatasetConfig, tokenizer: Any, context: int, bos: int | 
     - `loader=embedded`, `loader=text`: documents in the order of their hashes, or all rows, joined by `separator`,
       tokenized once (WikiText-2 in GPTQ's protocol).
     - `loader=documents`: `documents` random rows of at least `context` tokens, each cropped to `context` tokens at a
-    random
-      place (C4 in GPTQ's protocol, without replacement); drawn by nothing but `seed`.
+      random place (C4 in GPTQ's protocol, without replacement); drawn by nothing but `seed`.
 
     `bos`: the token that every window begins with, for which a window keeps room; a stream then has none. `max_tokens`
     cuts the stream, or the number of documents.

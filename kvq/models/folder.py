@@ -15,13 +15,17 @@ from pathlib import Path
 from typing import Any
 
 from kvq.config import ModelConfig
-from kvq.config.limits import DISTRIBUTION, EMBEDDED, cache_folder, file_hash
+from kvq.config.limits import cache_folder, file_hash
+from kvq.config.run import DISTRIBUTION, EMBEDDED
 from kvq.errors import ConfigError, DataError, did_you_mean, one_line
 
 # Weights, configuration, tokenizer and chat templates, in every format that transformers loads.
 _KINDS = {".safetensors", ".bin", ".json", ".model", ".txt", ".jinja", ".tiktoken"}
 _NOT_READ = "card.json"
 _TEMPLATES = "additional_chat_templates"
+DELTA_SETTINGS = "delta.json"
+_WHOLE_OR_DELTA = ("config.json", DELTA_SETTINGS)
+_INSTALL = "`make real MODELS=smollm2_135m,gemma3_270m` installs those of conf/model"
 
 
 def files_read(folder: Path, path: str, trust_remote_code: bool = False) -> dict[str, Path]:
@@ -49,10 +53,6 @@ def _read_json(file: Path, path: str, name: str) -> dict[str, Any]:
     except (OSError, ValueError, RecursionError) as error:
         raise DataError(f"model.path={path}: {name} cannot be loaded: {one_line(error, 200)}") from error
     return content if isinstance(content, dict) else {}
-
-
-DELTA_SETTINGS = "delta.json"
-_WHOLE_OR_DELTA = ("config.json", DELTA_SETTINGS)
 
 
 def model_folder(path: str) -> str:
@@ -116,9 +116,6 @@ def folder_fingerprint(config: ModelConfig) -> str | None:
     except OSError as error:  # such as a link to nothing
         raise DataError(f"model.path={config.path}: {name} cannot be read: {error.strerror}") from error
     return digest.hexdigest()
-
-
-_INSTALL = "`make real MODELS=smollm2_135m,gemma3_270m` installs those of conf/model"
 
 
 def carried_gguf(setting: str, given: str) -> Path:

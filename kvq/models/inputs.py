@@ -39,6 +39,12 @@ from kvq.models.load import (
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+T = TypeVar("T")
+MODALITIES = ("text", "image", "video", "audio")
+"""What a label of `modalities` stands for."""
+_PER_TOKEN = ("mm_token_type_ids", "token_type_ids")
+_POSITIONS = "rope_deltas"
+
 
 @dataclass(frozen=True)
 class LayerKind:
@@ -59,9 +65,8 @@ class LayerKind:
 
     def __str__(self) -> str:
         value = "" if self.value_dim is None else f"+{self.value_dim}"
-        return f"{self.count}x{self.heads}x{self.head_dim}{value}" + (
-            "" if self.window is None else f" of {self.window}"
-        )
+        window = "" if self.window is None else f" of {self.window}"
+        return f"{self.count}x{self.heads}x{self.head_dim}{value}{window}"
 
 
 @dataclass(frozen=True)
@@ -131,7 +136,6 @@ def held_layers(text: Any) -> list[Any] | None:
 
     None where a class cannot be built or run so: then only names of settings say what it caches.
     """
-    import torch
     from transformers import AutoModelForCausalLM, DynamicCache
 
     cache = DynamicCache(config=text)
@@ -162,9 +166,6 @@ def _layer_kind(text: Any, layer: KvLayer, held: tuple[int, int, int] | None) ->
     else:
         heads = 1
     return LayerKind(1, heads, dim, None if value_dim == dim else value_dim, layer.window)
-
-
-T = TypeVar("T")
 
 
 def with_cache_dtype(loaded: LoadedModel, config: Config) -> LoadedModel:
@@ -306,12 +307,6 @@ class Inputs:
         name = (self.config.device, self._model_key)
         loaded = self.shared("model", name, lambda: load_model(self.config.model, self.config.device))
         return with_cache_dtype(loaded, self.config)
-
-
-MODALITIES = ("text", "image", "video", "audio")
-"""What a label of `modalities` stands for."""
-_PER_TOKEN = ("mm_token_type_ids", "token_type_ids")
-_POSITIONS = "rope_deltas"
 
 
 def modalities(config: Any, tokens: Int[Tensor, "*lead tokens"]) -> Int[Tensor, "*lead tokens"]:

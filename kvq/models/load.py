@@ -38,6 +38,10 @@ from kvq.models.layers import head_dims_of, state_layers_of
 from kvq.models.weights import apply_delta, implant_outliers
 
 _SHOWN_WEIGHTS = 4
+# Causal masks [1, 1, positions, positions], their fill value, rotary frequencies: buffers of old checkpoints, which
+# follow from the configuration.
+OLD_BUFFERS = re.compile(r"(^|\.)((attn|attention)\.(masked_)?bias|rotary_emb\.inv_freq)$")
+_last_config: tuple[str, Any] = ("", None)
 
 
 @dataclass(frozen=True)
@@ -179,9 +183,6 @@ def text_config_of(config: ModelConfig) -> Any:
     return _config_of(config).get_text_config()
 
 
-_last_config: tuple[str, Any] = ("", None)
-
-
 def _config_of(config: ModelConfig) -> Any:
     """The transformers configuration of `model.path`; that of a GGUF file, which takes seconds, is kept."""
     global _last_config
@@ -261,13 +262,9 @@ def load_model(config: ModelConfig, device: str = "auto") -> LoadedModel:
 
 def _auto_class(config: Any) -> Any:
     """The `AutoModelFor...` class that loads a model of this configuration, image-text models as a whole."""
-    kind = type(config)
-    if (
-        kind in modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
-        and kind not in modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING
-    ):
-        return AutoModelForImageTextToText
-    return AutoModelForCausalLM
+    takes_images = type(config) in modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+    reads_text_alone = type(config) in modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING
+    return AutoModelForImageTextToText if takes_images and not reads_text_alone else AutoModelForCausalLM
 
 
 @torch.no_grad()
@@ -355,11 +352,6 @@ def device_of(module: nn.Module) -> torch.device:
     device = next(module.parameters()).device
     waits = getattr(getattr(module, "_hf_hook", None), "execution_device", None)
     return torch.device(waits) if device.type == "meta" and waits is not None else device
-
-
-# Causal masks [1, 1, positions, positions], their fill value, rotary frequencies: buffers of old checkpoints, which
-# follow from the configuration.
-OLD_BUFFERS = re.compile(r"(^|\.)((attn|attention)\.(masked_)?bias|rotary_emb\.inv_freq)$")
 
 
 @contextmanager

@@ -33,6 +33,9 @@ from kvq.config.limits import file_hash
 from kvq.errors import DataError, Unsupported, one_line
 from kvq.models.layers import head_dims_of
 
+WEIGHTS, DELTA = "model.safetensors", "delta.safetensors"
+"""The files of a whole model's weights, and of a delta."""
+_CHANGE = re.compile(r"\.(left|right|columns|row\.\d+)$")
 _SAMPLED = 1024  # entries of each weight that enter its name
 _GROUP = 128  # input channels that share a scale and a zero point
 
@@ -144,11 +147,6 @@ def _scale_rows(linear: nn.Linear, rows: Tensor, scale: float) -> None:
     linear.weight[rows] *= scale
     if linear.bias is not None:
         linear.bias[rows] *= scale
-
-
-WEIGHTS, DELTA = "model.safetensors", "delta.safetensors"
-"""The files of a whole model's weights, and of a delta."""
-_CHANGE = re.compile(r"\.(left|right|columns|row\.\d+)$")
 
 
 def add_low_rank(

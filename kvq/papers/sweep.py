@@ -14,8 +14,7 @@ from omegaconf import OmegaConf
 from kvq.config import compose, plugins
 from kvq.config.choices import find
 from kvq.config.explain import COMPOSE_ERRORS, choices
-from kvq.config.limits import DISTRIBUTION, EMBEDDED
-from kvq.config.run import LayoutConfig
+from kvq.config.run import DISTRIBUTION, EMBEDDED, LayoutConfig
 from kvq.errors import ConfigError
 from kvq.results.presets import cache_by_folder
 

@@ -19,6 +19,11 @@ from kvq.errors import RecordError, reason_of
 from kvq.results.record import Record
 
 TEMPORARY = ".tmp"
+RECORD, SAMPLES, PACK = ".json", ".samples.jsonl", "samples.zip"
+DIGITS = 8
+"""Digits of a run's key that end the name of its record's file."""
+_LONGEST = 80
+_EMPTY = b"PK\x05\x06" + bytes(18)  # a zip file without members
 
 
 def write_file(path: Path, content: bytes, durable: bool = True) -> None:
@@ -43,13 +48,6 @@ def write_file(path: Path, content: bytes, durable: bool = True) -> None:
         descriptor = os.open(path.parent, os.O_RDONLY)
         os.fsync(descriptor)
         os.close(descriptor)
-
-
-RECORD, SAMPLES, PACK = ".json", ".samples.jsonl", "samples.zip"
-DIGITS = 8
-"""Digits of a run's key that end the name of its record's file."""
-_LONGEST = 80
-_EMPTY = b"PK\x05\x06" + bytes(18)  # a zip file without members
 
 
 def record_path_of(record: Record) -> Path:

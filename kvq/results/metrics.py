@@ -18,6 +18,10 @@ from pydantic import TypeAdapter
 from kvq.errors import RecordError
 
 Better = Literal["lower", "higher", ""]
+IN_FLIGHT = {"1K": 2**10, "8K": 2**13, "32K": 2**15, "128K": 2**17, "1M": 2**20}
+"""Tokens in flight, those of all sequences together, at which tables are counted with what tokens store."""
+SMALL = 0.01
+"""Bits per element of 32K tokens, below which tables are not worth a word."""
 
 
 class Metric(NamedTuple):
@@ -58,8 +62,6 @@ AT_LENGTH = {
 # Metrics of lm-eval of which less is better; of the others more is, unless they are listed above.
 _LOWER = ("word_perplexity", "byte_perplexity", "bits_per_byte", "loss", "brier_score", "mse", "mae", "rmse")
 _LOWER_TOO = ("wer", "cer", "ter", "toxicity")
-
-
 _AT_LENGTH = re.compile(rf"({'|'.join(AT_LENGTH)})_(\d+)")
 
 
@@ -98,12 +100,6 @@ def units_of(names: Iterable[str], more: Mapping[str, str] | None = None) -> dic
     if lacking := [name for name, unit in found.items() if unit is None]:
         raise RecordError(f"metric '{lacking[0]}': no unit is known; add it to METRICS, kvq/results/metrics.csv")
     return {name: unit for name, unit in found.items() if unit is not None}
-
-
-IN_FLIGHT = {"1K": 2**10, "8K": 2**13, "32K": 2**15, "128K": 2**17, "1M": 2**20}
-"""Tokens in flight, those of all sequences together, at which tables are counted with what tokens store."""
-SMALL = 0.01
-"""Bits per element of 32K tokens, below which tables are not worth a word."""
 
 
 def table_bits(metrics: Mapping[str, float], tokens: float) -> float | None:

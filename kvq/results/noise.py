@@ -36,13 +36,18 @@ FRONTIER_RULE = (
     "but is only marked ≈."
 )
 """What tables, figures, the page and README say, word for word."""
-
 FLIPS = 4096
 """Patterns of signs that `max_t` goes through: all of them up to 13 windows, random ones beyond."""
-
 SHORT = 12
 """Tables of fewer windows say that they are short."""
-
+RESAMPLES = 9999
+"""Number of random sign patterns, used where there are more patterns than this."""
+# Differences are rounded to multiples of the largest one over this, so that equal sums are exactly equal.
+_WIDTH = 2**40
+_FLIPPED_VALUES = 2**20  # held at once
+_NUISANCE = 256  # grid points for the rate of gains, before the search around the worst one
+_BETS = 20
+_ALL_IN = 0.25
 _BATCH_PRODUCTS = 2**18  # OpenBLAS computes as few in the calling thread: others would wait longer than they compute
 Name = TypeVar("Name", bound=Hashable)
 
@@ -133,16 +138,6 @@ def compare_pairs(pairs: Mapping[Name, tuple[Losses, Losses]]) -> PairTests:
         if windows >= fewest_to_differ():
             p_values |= dict(zip(names, found.p.tolist(), strict=True))
     return PairTests(p_values, windows, critical)
-
-
-RESAMPLES = 9999
-"""Number of random sign patterns, used where there are more patterns than this."""
-# Differences are rounded to multiples of the largest one over this, so that equal sums are exactly equal.
-_WIDTH = 2**40
-_FLIPPED_VALUES = 2**20  # held at once
-_NUISANCE = 256  # grid points for the rate of gains, before the search around the worst one
-_BETS = 20
-_ALL_IN = 0.25
 
 
 @functools.cache

@@ -18,6 +18,7 @@ from omegaconf import OmegaConf
 
 from kvq.config import Config, MethodConfig, Scoring, compose, plugins
 from kvq.config.bits import Bits, first_width
+from kvq.config.choices import SIDES
 from kvq.config.diagnostics import DiagnosticConfig
 from kvq.config.explain import COMPOSE_ERRORS, choices
 from kvq.config.identity import by_names
@@ -27,6 +28,17 @@ from kvq.errors import ConfigError
 from kvq.results.record import FromPresets, Record, canonical
 
 Kept = TypeVar("Kept")
+Settings = Mapping[str, Any]
+_WORDS = {"calibration.dataset": "calibrated on", "sink_tokens": "sink tokens", "attention": "attention"}
+# Settings that are equal for all runs of a table.
+PROTOCOL = ("task", "model", "dataset", "seed")
+# Settings of model and data set that are compared with their presets: those of a run's key, without fingerprints.
+_COMPARED = {
+    "model": ("dtype", "outliers", "trust_remote_code", "round_weights", "attn_implementation"),
+    "dataset": ("loader", "documents", "max_tokens"),
+}
+_UNCOMPARED = ("name", "fingerprint", "version", "batch_size", "bootstrap", "bos")
+_CACHES = {"bfloat16": "bfloat16 cache"} | {f"float{bits}": f"{bits}-bit cache" for bits in (16, 32, 64)}
 
 
 def cache_by_folder(function: Callable[..., Kept]) -> Callable[..., Kept]:
@@ -83,11 +95,6 @@ def _canonical_method(name: str, bits: str, scoring: str | None) -> Settings | N
     except COMPOSE_ERRORS:
         return None
     return {name: part for name, part in found.items() if name in ("method", "residual")}
-
-
-SIDES = ("key", "value")
-Settings = Mapping[str, Any]
-_WORDS = {"calibration.dataset": "calibrated on", "sink_tokens": "sink tokens", "attention": "attention"}
 
 
 def departures(found: Settings, preset: Settings) -> list[str]:
@@ -238,10 +245,6 @@ def _other_departures(ours: Settings, theirs: Settings) -> list[str]:
     return out
 
 
-# Settings that are equal for all runs of a table.
-PROTOCOL = ("task", "model", "dataset", "seed")
-
-
 def settings_of(record: Record) -> dict[str, str]:
     """Settings of a run outside its protocol, flat; a setting that keys and values share is named once."""
     flat = dict(flatten({name: value for name, value in record.config.items() if name not in PROTOCOL}))
@@ -270,15 +273,6 @@ def flatten(value: Any, prefix: str = "") -> list[tuple[str, str]]:
     # A record's mappings are sorted by name, a preset's are not, and a list may hold some.
     plain = isinstance(value, str) and value.strip() == value != ""
     return [(prefix, value if plain else json.dumps(value, sort_keys=True))]
-
-
-# Settings of model and data set that are compared with their presets: those of a run's key, without fingerprints.
-_PROTOCOL = {
-    "model": ("dtype", "outliers", "trust_remote_code", "round_weights", "attn_implementation"),
-    "dataset": ("loader", "documents", "max_tokens"),
-}
-_NOT_SAID = ("name", "fingerprint", "version", "batch_size", "bootstrap", "bos")
-_CACHES = {"bfloat16": "bfloat16 cache"} | {f"float{bits}": f"{bits}-bit cache" for bits in (16, 32, 64)}
 
 
 def departures_of(record: Record) -> FromPresets:
@@ -323,7 +317,7 @@ def _protocol_departures(run: Record) -> list[str]:
             continue
         if group == "task" and not set(part) <= set(known):
             known = {**_added_by_variants(run.task), **known}
-        ours, theirs = (_compared_settings(settings, _PROTOCOL.get(group)) for settings in (part, known))
+        ours, theirs = (_compared_settings(settings, _COMPARED.get(group)) for settings in (part, known))
         out += [in_words(name, value or "null") for name, value in sorted(ours.items()) if theirs.get(name) != value]
     out += _first_token_departure(run)
     if weights := part_of(run.config, "model").get("weights"):
@@ -367,8 +361,8 @@ def _is_diagnostic(task: str) -> bool:
 
 
 def _compared_settings(settings: Mapping[str, Any], wanted: Sequence[str] | None) -> dict[str, str | None]:
-    """Settings as JSON text by dotted name, of those in `wanted` (None: all) and not in `_NOT_SAID`."""
-    kept = {name: part for name, part in settings.items() if name not in _NOT_SAID and (not wanted or name in wanted)}
+    """Settings as JSON text by dotted name, of those in `wanted` (None: all) and not in `_UNCOMPARED`."""
+    kept = {name: part for name, part in settings.items() if name not in _UNCOMPARED and (not wanted or name in wanted)}
     if kept.get("windows") == "disjoint" or kept.get("stride") is None:
         kept.pop("stride", None)
     return {name: None if value in ("null", "[]", "{}") else value for name, value in flatten(kept)}

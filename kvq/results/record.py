@@ -45,9 +45,22 @@ SCHEMA_VERSION: Final = 2
 # Beyond this an integral float no longer names one integer, so 1e300 stays a float in canonical JSON.
 _EXACT_INTEGERS = 2.0**53
 _AS_THEY_ARE = frozenset({str, int, bool, type(None)})  # most values of a configuration
-
 Status = Literal["done", "failed", "unsupported"]
 KEY_PATTERN = re.compile(r"[0-9a-f]{64}\Z")
+Versions = dict[str, int | str]
+_PACKAGE: Final = Path(__file__).resolve().parents[1]
+_CLASS: Final = re.compile(
+    r"^class (\w+)|^    version: ClassVar\[int\] = (\d+)$|^    name: str = \"(\w+)\"$", re.MULTILINE
+)
+# Settings of a method without a `_target_`, and the class that reads them.
+_IMPLIED: Final = {
+    "sink_tokens": "SinkSide",
+    "gqa_compensation": "GqaCompensation",
+    "merge_rotation": "MergedRotation",
+    "kept_keys": "KeptSide",
+    "calibration": "CalibrationConfig",
+}
+_LONG_TRELLIS: Final = 8  # bits of a state, above which a trellis is one
 
 
 def canonical(value: Any, where: str = "config") -> Any:
@@ -210,23 +223,6 @@ def parse_record(content: bytes) -> Record:
         raise RecordError(f"not a record: {error}") from None
     _check_finite(record)
     return record
-
-
-Versions = dict[str, int | str]
-
-_PACKAGE: Final = Path(__file__).resolve().parents[1]
-_CLASS: Final = re.compile(
-    r"^class (\w+)|^    version: ClassVar\[int\] = (\d+)$|^    name: str = \"(\w+)\"$", re.MULTILINE
-)
-# Settings of a method without a `_target_`, and the class that reads them.
-_IMPLIED: Final = {
-    "sink_tokens": "SinkSide",
-    "gqa_compensation": "GqaCompensation",
-    "merge_rotation": "MergedRotation",
-    "kept_keys": "KeptSide",
-    "calibration": "CalibrationConfig",
-}
-_LONG_TRELLIS: Final = 8  # bits of a state, above which a trellis is one
 
 
 @functools.cache

@@ -22,13 +22,12 @@ from kvq.errors import RecordError
 
 BLOCK = 2
 RESAMPLES = 2000
-
 # Resampled values in memory at once: 32 MiB of float64, whatever the number of windows.
 _BATCH_VALUES = 2**22
-
 ALPHA = 0.05
 """Significance level: p-values above it (corrected where a table has several) are within noise."""
-
+_MOST_ORDERED = 8
+"""Points whose orders are all gone through: 40,320 of them."""
 Windows = Num[np.ndarray, " windows"]
 Items = Num[np.ndarray, " _items"]
 Name = TypeVar("Name", bound=Hashable)
@@ -193,10 +192,6 @@ class Correlation(NamedTuple):
     low: float | None = None
     high: float | None = None
     p: float | None = None
-
-
-_MOST_ORDERED = 8
-"""Points whose orders are all gone through: 40,320 of them."""
 
 
 def spearman(x: Sequence[float], y: Sequence[float]) -> Correlation:

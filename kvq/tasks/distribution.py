@@ -23,17 +23,8 @@ from kvq.errors import ConfigError, Unsupported, did_you_mean
 from kvq.methods.method import Method
 from kvq.models.inputs import Inputs
 from kvq.results.files import Journal
-from kvq.tasks.measurement import (
-    Baseline,
-    LayerStates,
-    Measurement,
-    Task,
-    averaged,
-    capture_windows,
-    check_capture,
-    mean_metric,
-    units_like,
-)
+from kvq.tasks import measurement
+from kvq.tasks.measurement import Baseline, LayerStates, Measurement, Task
 
 States = Float[Tensor, "batch heads tokens dim"]
 BINS, LOW, HIGH = 100, -5.0, 5.0
@@ -218,7 +209,7 @@ class Distributions:
     def samples(self) -> list[dict[str, Any]]:
         """All rows: means over windows first, then numbers of the first window and vectors."""
         names = ("kind", "side", "layer", "head", "step", "hadamard", "codebook", "bits")
-        return averaged(self._found, *names) + self.first
+        return measurement.averaged(self._found, *names) + self.first
 
 
 def _rounded(values: Tensor) -> list[float]:
@@ -230,7 +221,7 @@ def measure(inputs: Inputs, method: Method, baseline: Baseline | None, journal: 
     """Statistics of the first windows, those of equally many N(0, 1) samples, and cosines of synthetic vectors."""
     task: DistributionConfig = inputs.config.task
     distributions = Distributions(task)
-    windows = capture_windows(inputs, distributions.add)
+    windows = measurement.capture_windows(inputs, distributions.add)
     rows = distributions.samples()
     if not any(row["kind"] == "vector" for row in rows) and task.vectors:
         raise ConfigError(f"task.vector_layer={task.vector_layer}: the model has no such layer")
@@ -242,10 +233,10 @@ def measure(inputs: Inputs, method: Method, baseline: Baseline | None, journal: 
     for side in ("key", "value"):
         for step, rotated in itertools.product(STEPS, (True, False)):
             name = f"kl_{side}_{step}{'_hadamard' if rotated else ''}"
-            metrics |= mean_metric(name, rows, "kl", kind="kl", side=side, step=step, hadamard=rotated)
+            metrics |= measurement.mean_metric(name, rows, "kl", kind="kl", side=side, step=step, hadamard=rotated)
         for kind, quantity in (("lemma", "inside"), ("lemma", "gamma"), ("correlation", "correlation")):
-            metrics |= mean_metric(f"{side}_{quantity}", rows, quantity, kind=kind, side=side)
-    return Measurement(metrics, units_like(metrics, {"kl_*": "nats", "windows": "windows"}), rows)
+            metrics |= measurement.mean_metric(f"{side}_{quantity}", rows, quantity, kind=kind, side=side)
+    return Measurement(metrics, measurement.units_like(metrics, {"kl_*": "nats", "windows": "windows"}), rows)
 
 
 def check(inputs: Inputs, method: Method) -> None:
@@ -259,7 +250,7 @@ def check(inputs: Inputs, method: Method) -> None:
     for head_dim in inputs.head_dims:
         Hadamard().check(head_dim)
         VectorQuantizer(2).check(head_dim)
-    check_capture(inputs, method)
+    measurement.check_capture(inputs, method)
 
 
 TASK = Task(check, measure)

@@ -18,23 +18,12 @@ from torch import Tensor
 from kvq import diagnostics
 from kvq.codecs import Codec, rope_table
 from kvq.config.diagnostics import Arms, ErrorConfig, SyntheticConfig
-from kvq.errors import ConfigError, Unsupported
+from kvq.errors import Unsupported
 from kvq.methods.method import Method
 from kvq.models.inputs import Inputs
 from kvq.results.files import Journal
-from kvq.tasks.measurement import (
-    Baseline,
-    LayerStates,
-    Measurement,
-    Task,
-    averaged,
-    block_of,
-    capture_windows,
-    check_capture,
-    mean_metric,
-    units_like,
-    windows_of,
-)
+from kvq.tasks import measurement
+from kvq.tasks.measurement import Baseline, LayerStates, Measurement, Task
 
 QUANTITIES = ("rel_mse", "cosine", "weight_kl", "output_error")
 _UNITS = {"*_weight_kl": "nats/query", "windows": "windows", "context": "tokens"}
@@ -59,7 +48,7 @@ def reconstructions(
         codec: Codec | None = method.codec_of(side, layer.index)
         if codec is None:
             continue
-        block, x = block_of(getattr(method.residual, side)), getattr(layer, side)
+        block, x = measurement.block_of(getattr(method.residual, side)), getattr(layer, side)
         tried = [(arm, arm.codec, "after") for arm in diagnostics.arms(codec, subsets)]
         if side == "key" and layer.rope is not None and not codec.uses_rope:
             before = [(arm, diagnostics.before_rope(arm.codec)) for arm, _, _ in tried]
@@ -98,17 +87,17 @@ def measure(inputs: Inputs, method: Method, baseline: Baseline | None, journal: 
     task: ErrorConfig = inputs.config.task
     found: list[dict[str, Any]] = []
     if method.is_full_precision:
-        windows = len(windows_of(inputs))
+        windows = len(measurement.windows_of(inputs))
     else:
-        windows = capture_windows(inputs, lambda layer: found.extend(errors_of(method, task, layer)))
-    rows = averaged(found, "kind", "side", "arm", "rope", "complete", "layer", "head", "bins")
+        windows = measurement.capture_windows(inputs, lambda layer: found.extend(errors_of(method, task, layer)))
+    rows = measurement.averaged(found, "kind", "side", "arm", "rope", "complete", "layer", "head", "bins")
     rows.sort(key=lambda row: str(row["kind"]))
     metrics = {"windows": float(windows), "context": float(task.context)}
     for side, quantity in itertools.product(("key", "value", "both"), QUANTITIES):
         if (side, quantity) != ("value", "weight_kl"):
             case: dict[str, Any] = {"kind": "error", "side": side, "complete": True, "rope": "after"}
-            metrics |= mean_metric(f"{side}_{quantity}", rows, quantity, **case)
-    return Measurement(metrics, units_like(metrics, _UNITS), rows)
+            metrics |= measurement.mean_metric(f"{side}_{quantity}", rows, quantity, **case)
+    return Measurement(metrics, measurement.units_like(metrics, _UNITS), rows)
 
 
 def imbalanced(
@@ -130,11 +119,6 @@ def imbalanced(
     have them too and point where other tokens do; without, they have a direction of their own, as OScaR (arXiv
     2605.19660, section 4) describes attention sinks. Norms of other tokens do not depend on `lowness`.
     """
-    if not 0 <= sinks <= tokens or not 0 <= outlier_channels <= head_dim:
-        raise ConfigError(
-            f"task.sinks={sinks}, task.outlier_channels={outlier_channels}: at most task.tokens={tokens} and "
-            f"task.head_dim={head_dim}"
-        )
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(1, heads, tokens, head_dim, generator=generator)
     channels = torch.stack([torch.randperm(head_dim, generator=generator) for _ in range(heads)])[:, :outlier_channels]
@@ -175,14 +159,14 @@ def measure_synthetic(inputs: Inputs, method: Method, baseline: Baseline | None,
     rows: list[dict[str, Any]] = []
     if (key := method.key) is not None:
         for lowness, outliers in itertools.product(task.lowness, task.outliers):
-            found = cell(key, task, block_of(method.residual.key), lowness, outliers)
+            found = cell(key, task, measurement.block_of(method.residual.key), lowness, outliers)
             rows.append({"kind": "plane", "lowness": lowness, "outliers": outliers, **found})
     metrics = {"cells": float(len(task.lowness) * len(task.outliers))}
     for name in ("error", "apart_error", "sink_error", "other_apart_error", "neighbour_apart_error"):
         values = [row[name] for row in rows if name in row]
         if values:
             metrics[f"{name}_mean"], metrics[f"{name}_max"] = sum(values) / len(values), max(values)
-    return Measurement(metrics, units_like(metrics, {"cells": "cells"}), rows)
+    return Measurement(metrics, measurement.units_like(metrics, {"cells": "cells"}), rows)
 
 
 def check_synthetic(inputs: Inputs, method: Method) -> None:
@@ -197,7 +181,7 @@ def check_synthetic(inputs: Inputs, method: Method) -> None:
 
 def check_error(inputs: Inputs, method: Method) -> None:
     """As `check_capture`; also raise `Unsupported` for a calibrated method, whose tables fit only all of its stages."""
-    check_capture(inputs, method)
+    measurement.check_capture(inputs, method)
     method.check_needs("task=error", "uncalibrated")
 
 

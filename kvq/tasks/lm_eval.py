@@ -134,11 +134,6 @@ def _manager(inputs: Inputs, task: LmEvalConfig, defaults: bool) -> Any:
     return make(defaults)
 
 
-def check(inputs: Inputs, method: Method) -> None:
-    """Raise `Unsupported` for a method that cannot read prompts as `task.prefill` says."""
-    check_prefill(method, inputs.config.task.prefill)
-
-
 def fingerprint(inputs: Inputs) -> str:
     """Fingerprint of the items: every document, and the settings of its task that make prompts and scores."""
     task: LmEvalConfig = inputs.config.task
@@ -298,4 +293,4 @@ def texts(inputs: Inputs) -> list[str]:
     return [" ".join(map(str, doc.values())) for task in tasks for _, doc in task.doc_iterator(limit=limit)]
 
 
-TASK = Task(check, measure, fingerprint, texts=texts)
+TASK = Task(lambda inputs, method: check_prefill(method, inputs.config.task.prefill), measure, fingerprint, texts=texts)

@@ -21,7 +21,7 @@ from kvq.cache.store import UNIT, BlockStore, TokenStore
 from kvq.codecs import Codec, Packed, Rope
 from kvq.config.diagnostics import MemoryConfig
 from kvq.config.method import Policy, PrefillBlock, ResidualSide, leaving
-from kvq.errors import ConfigError, Unsupported
+from kvq.errors import Unsupported
 from kvq.methods.method import Method
 from kvq.models.inputs import CacheShape, Inputs, LayerKind, cache_shape
 from kvq.results.files import Journal
@@ -224,15 +224,10 @@ def check(inputs: Inputs, method: Method) -> None:
     """Raise `ConfigError` or `Unsupported` for prompts, a method or a model whose bytes cannot be counted."""
     task: MemoryConfig = inputs.config.task
     check_shapes_suffice(method)
-    shape = cache_shape(inputs.config.model)
-    for kind, side in itertools.product(shape.layers, ("key", "value")):
+    for kind, side in itertools.product(cache_shape(inputs.config.model).layers, ("key", "value")):
         if (codec := getattr(method, side)) is not None:
             codec.check(kind.dim(side))
-    longest = shape.context
-    if longest is not None and max(task.lengths) > longest:
-        raise ConfigError(
-            f"task.lengths={task.lengths}: model={inputs.config.model.name} takes at most {longest} tokens"
-        )
+    inputs.check_tokens(max(task.lengths), f"task.lengths={task.lengths}:")
 
 
 # Bytes depend on the model's shape, not on text.

@@ -31,17 +31,9 @@ from kvq.models.inputs import MODALITIES, Inputs, MediaModel, modalities
 from kvq.models.load import LoadedModel, load_processor
 from kvq.results.files import Journal
 from kvq.results.metrics import units_of
+from kvq.tasks import measurement
 from kvq.tasks.items import Items, Sample, Scored, by_part, measure_items, write_answers
-from kvq.tasks.measurement import (
-    Baseline,
-    LayerStates,
-    Measurement,
-    Task,
-    capture,
-    items_fingerprint,
-    mean_metric,
-    units_like,
-)
+from kvq.tasks.measurement import Baseline, LayerStates, Measurement, Task
 from kvq.tasks.reader import Reader, answer_text
 
 _SPACES = "HME100k"
@@ -196,16 +188,11 @@ def make_items(inputs: Inputs, processor: Any, answer: int) -> Items[MediaItem]:
     return Items(kept, lambda item: item.name, skipped)
 
 
-def _check_images(benchmark: str) -> None:
-    """Raise `Unsupported` for a benchmark of audio."""
-    if benchmark == "mmau_pro":
-        raise Unsupported("task.benchmark=mmau_pro: its questions are about recordings; kvq feeds text and images")
-
-
 def check(inputs: Inputs, method: Method) -> None:
     """Raise `Unsupported` for audio and for prompts in chunks, `ConfigError` for batches."""
     task: MultimodalConfig = inputs.config.task
-    _check_images(task.benchmark)
+    if task.benchmark == "mmau_pro":
+        raise Unsupported("task.benchmark=mmau_pro: its questions are about recordings; kvq feeds text and images")
     if task.bos is not None:
         raise Unsupported(f"task.bos={str(task.bos).lower()}: the model's processor writes the prompts of this task")
     if task.prefill is not Prefill.whole:
@@ -235,7 +222,7 @@ def fingerprint(inputs: Inputs) -> str:
     items, skipped = items_of(inputs)
     # No item has choices, which earlier fingerprints name.
     rows = [[*list(vars(item).values())[:-1], (), hashlib.sha256(item.media).hexdigest()] for item in items]
-    return items_fingerprint(inputs, [*rows, skipped])
+    return measurement.items_fingerprint(inputs, [*rows, skipped])
 
 
 def norms_by_modality(loaded: MediaModel, tokens: Int[Tensor, " tokens"], layers: int = 0) -> list[dict[str, Any]]:
@@ -267,7 +254,7 @@ def norms_by_modality(loaded: MediaModel, tokens: Int[Tensor, " tokens"], layers
             boxes[layer.index].append({"kind": "tokens", **place, "norms": norms[0].quantile(levels, dim=0).tolist()})
 
     try:
-        capture(loaded, tokens, add, **loaded.media_of(tokens[None].to(loaded.device)))
+        measurement.capture(loaded, tokens, add, **loaded.media_of(tokens[None].to(loaded.device)))
     finally:
         loaded.forget()
     values, counts = torch.unique_consecutive(labels, return_counts=True)
@@ -295,19 +282,18 @@ def measure_modality(inputs: Inputs, method: Method, baseline: Baseline | None, 
     for side, name in itertools.product(SIDES, (ALL, *MODALITIES)):
         end, more = ("", {}) if name == ALL else (f"[modality={name}]", {"relative": "relative"})
         for metric, key in (_SPREADS | more).items():
-            metrics |= mean_metric(f"{side}_{metric}{end}", found, key, side=side, modality=name)
+            metrics |= measurement.mean_metric(f"{side}_{metric}{end}", found, key, side=side, modality=name)
     for name in MODALITIES[:2]:
         place = ("key", found[0]["layer"], name)
         counts = [row["tokens"] for row in found if (row["side"], row["layer"], row["modality"]) == place]
         metrics[f"{name}_tokens"] = float(sum(counts))
     rows += [{"kind": "skipped", "item": name, "skipped": reason} for name, reason in items.skipped.items()]
     metrics |= {"items": float(len(items.batches)), "skipped_items": float(len(items.skipped))}
-    return Measurement(metrics, units_like(metrics, {"*_tokens": "tokens", "*items": "items"}), rows)
+    return Measurement(metrics, measurement.units_like(metrics, {"*_tokens": "tokens", "*items": "items"}), rows)
 
 
 def check_modality(inputs: Inputs, method: Method) -> None:
-    """Raise `Unsupported` for audio and for a method: norms are those of a model's states."""
-    _check_images(inputs.config.task.benchmark)
+    """Raise `Unsupported` for a method: norms are those of a model's states."""
     if not method.is_full_precision:
         raise Unsupported("task=modality: looks at queries, keys and values before any method; method=fp16")
 

@@ -180,9 +180,6 @@ def fingerprint(inputs: Inputs) -> str:
     return f"{text} in {longest} tokens" if tight else text
 
 
-TASK = Task(check, measure, fingerprint, texts=lambda inputs: decoded(inputs, haystack(inputs).streams))
-
-
 def is_mixture(answer: str, planted: Sequence[str]) -> bool:
     """Whether `answer` is none of `planted` but splits into pieces (2 characters or more) of two or more of them."""
     if answer in planted:
@@ -215,3 +212,6 @@ def random_rate(planted: Sequence[str], rng: np.random.Generator, draws: int) ->
     digits = len(planted[0])
     drawn = rng.integers(10 ** (digits - 1), 10**digits, size=draws)
     return sum(is_mixture(str(number), planted) for number in drawn.tolist()) / draws
+
+
+TASK = Task(check, measure, fingerprint, texts=lambda inputs: decoded(inputs, haystack(inputs).streams))

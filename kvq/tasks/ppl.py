@@ -53,11 +53,10 @@ def run_ppl(
     reference: scoring.ReferenceLogProbs | None = None,
     fill: bool = False,
     keep_decoded: bool = True,
-    chunk: int | None = None,
     journal: Journal | None = None,
     writer: Writer | None = None,
 ) -> scoring.PplResult:
-    """Score every window under `method`, with at most `chunk` tokens per forward (tests; results do not depend on it).
+    """Score every window under `method`.
 
     Windows in the `journal` are not scored again (unless `fill`: this is full precision and writes `reference`). Where
     that was not kept, full precision is computed again, window by window. `writer` stores log-probabilities.
@@ -68,7 +67,7 @@ def run_ppl(
     if at_once:
         bounds = None if continuation else [(0, task.context)]
     else:
-        bounds = scoring.forward_bounds(loaded, method, task.context - 1, chunk)
+        bounds = scoring.forward_bounds(loaded, method, task.context - 1)
     result = empty_result(windows, task)
     journal = Journal() if journal is None or fill else journal
     with tqdm(total=len(windows), desc=method.label, unit="window", leave=False, disable=None) as bar:

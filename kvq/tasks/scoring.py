@@ -40,6 +40,9 @@ FORWARD = 256
 """Tokens per forward of `task=ppl` where a forward may hold several flushes (`forward_bounds`)."""
 LOGIT_CHUNK = 128
 """Positions whose logits are in memory at once under `parallel`."""
+BUDGET_BYTES = 16 * 1024**3
+"""Largest size of the reference log-probabilities; beyond it full precision is computed again with each method."""
+_NEVER = 2**30  # tokens of a residual that never fills
 
 
 @dataclass(frozen=True)
@@ -88,14 +91,14 @@ def scoring_bounds(method: Method, length: int, chunk: int | None = None) -> Bou
     return list(itertools.pairwise(sorted(cuts)))
 
 
-def forward_bounds(loaded: LoadedModel, method: Method, length: int, chunk: int | None = None) -> Bounds:
+def forward_bounds(loaded: LoadedModel, method: Method, length: int) -> Bounds:
     """`scoring_bounds`, where adjacent chunks become forwards of up to `FORWARD` tokens if a forward may hold flushes.
 
     It may where a method has codecs and a residual alone and the model's attention takes a mask for each query: the
     larger products cost less than the second copies of tokens that are flushed within a forward.
     """
-    bounds = scoring_bounds(method, length, chunk)
-    if chunk or method.policies or method.replaces_layers or steps(method) or not masks_each_query(loaded.model):
+    bounds = scoring_bounds(method, length)
+    if method.policies or method.replaces_layers or steps(method) or not masks_each_query(loaded.model):
         return bounds
     joined = bounds[:1]
     for start, end in bounds[1:]:
@@ -131,9 +134,6 @@ def score(
             high = min(low + LOGIT_CHUNK, last)
             logits = loaded.logits(hidden[:, low - start : high - start])
             yield ScoredChunk(logits, tokens[:, low + 1 : high + 1])
-
-
-_NEVER = 2**30
 
 
 def holding_method(method: Method) -> Method:
@@ -218,10 +218,6 @@ def batches(windows: Sequence[Window], size: int) -> list[list[int]]:
     groups = itertools.groupby(range(len(windows)), lambda index: windows[index].scored_from)
     runs = [list(same) for _, same in groups]
     return [run[start : start + size] for run in runs for start in range(0, len(run), size)]
-
-
-BUDGET_BYTES = 16 * 1024**3
-"""Largest size of the reference log-probabilities; beyond it full precision is computed again with each method."""
 
 
 class ReferenceLogProbs:

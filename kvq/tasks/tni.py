@@ -21,19 +21,8 @@ from kvq.config.diagnostics import TniConfig
 from kvq.methods.method import Method
 from kvq.models.inputs import Inputs
 from kvq.results.files import Journal
-from kvq.tasks.measurement import (
-    Baseline,
-    LayerStates,
-    Measurement,
-    Task,
-    averaged,
-    block_of,
-    capture_windows,
-    check_capture,
-    mean_metric,
-    units_like,
-    windows_of,
-)
+from kvq.tasks import measurement
+from kvq.tasks.measurement import Baseline, LayerStates, Measurement, Task
 
 SIDES = ("query", "key", "value")
 _FIRST = 16
@@ -121,7 +110,8 @@ class TokenShares:
 
     def __init__(self, inputs: Inputs) -> None:
         self._most = inputs.config.task.by_token
-        self._windows = [torch.cat([window.new_full((1,), -1), window[1:]]) for window in windows_of(inputs)]
+        windows = measurement.windows_of(inputs)
+        self._windows = [torch.cat([window.new_full((1,), -1), window[1:]]) for window in windows]
         self._tokens = torch.cat(self._windows).unique()
         self._sums: dict[int, Tensor] = {}
         self._seen: dict[int, int] = defaultdict(int)
@@ -155,7 +145,7 @@ def groups_of(method: Method, sinks: dict[tuple[int, str], list[int]], layer: La
         codec: Codec | None = method.codec_of(side, layer.index)
         if codec is None:
             continue
-        block, place = block_of(getattr(method.residual, side)), {"side": side, "layer": layer.index}
+        block, place = measurement.block_of(getattr(method.residual, side)), {"side": side, "layer": layer.index}
         x, group, shares = getattr(layer, side), diagnostics.quantizer_group(codec), diagnostics.shares_tokens(codec)
         outputs = diagnostics.stage_outputs(codec, x, block, layer.rope)
         for stage, y in outputs:
@@ -189,7 +179,7 @@ def measure(inputs: Inputs, method: Method, baseline: Baseline | None, journal: 
     """Norms; for a method also ranges, bounds, errors of sinks, else of the position of lowest norm."""
     task: TniConfig = inputs.config.task
     norms = NormStatistics(task, TokenShares(inputs) if task.by_token else None)
-    windows = capture_windows(inputs, norms.add)
+    windows = measurement.capture_windows(inputs, norms.add)
     rows = norms.samples()
     if not method.is_full_precision:
         chosen = {}
@@ -198,8 +188,8 @@ def measure(inputs: Inputs, method: Method, baseline: Baseline | None, journal: 
             lowest = int(torch.stack(norms.relative[layer, side]).double().mean(0).argmin())
             chosen[layer, side] = found or [lowest]
         groups: list[dict[str, Any]] = []
-        capture_windows(inputs, lambda layer: groups.extend(groups_of(method, chosen, layer)))
-        for row in averaged(groups, "kind", "side", "layer", "stage", "group", "positions"):
+        measurement.capture_windows(inputs, lambda layer: groups.extend(groups_of(method, chosen, layer)))
+        for row in measurement.averaged(groups, "kind", "side", "layer", "stage", "group", "positions"):
             if row["kind"] == "without":
                 whole = row["with_sinks"]
                 row["share_removed"] = 1 - row["without_sinks"] / whole if whole else 0.0
@@ -207,17 +197,17 @@ def measure(inputs: Inputs, method: Method, baseline: Baseline | None, journal: 
     metrics = summary(rows) | {"windows": float(windows), "context": float(task.context)}
     if task.by_token:
         metrics |= by_token(rows)
-    return Measurement(metrics, units_like(metrics, _UNITS), rows)
+    return Measurement(metrics, measurement.units_like(metrics, _UNITS), rows)
 
 
 def summary(rows: list[dict[str, Any]]) -> dict[str, float]:
     """Metrics of the samples: means over layers and heads, and those of layer 0 by name."""
     out: dict[str, float] = {}
     for side in SIDES:
-        out |= mean_metric(f"{side}_cv", rows, "variation", kind="layer", side=side)
-        out |= mean_metric(f"{side}_cv_layer0", rows, "variation", kind="layer", side=side, layer=0)
+        out |= measurement.mean_metric(f"{side}_cv", rows, "variation", kind="layer", side=side)
+        out |= measurement.mean_metric(f"{side}_cv_layer0", rows, "variation", kind="layer", side=side, layer=0)
         for name in ("max_over_min", "median_over_min"):
-            out |= mean_metric(f"{side}_{name}", rows, name, kind="layer", side=side)
+            out |= measurement.mean_metric(f"{side}_{name}", rows, name, kind="layer", side=side)
         sinks = [row for row in rows if row["kind"] == "sink" and row["side"] == side]
         out[f"{side}_sinks"] = float(len(sinks))
         out[f"{side}_layers_with_low_first_token"] = float(len({s["layer"] for s in sinks if s["position"] == 0}))
@@ -232,7 +222,7 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, float]:
                     rhos.append(float(stats.spearmanr(*ranks).statistic))
             if rhos:
                 out[f"{side}_{name}_vs_error"] = sum(rhos) / len(rhos)
-        out |= mean_metric(f"{side}_error_share_of_sinks", rows, "share_removed", kind="without", side=side)
+        out |= measurement.mean_metric(f"{side}_error_share_of_sinks", rows, "share_removed", kind="without", side=side)
     return out
 
 
@@ -249,9 +239,6 @@ def by_token(rows: list[dict[str, Any]]) -> dict[str, float]:
     return out
 
 
-TASK = Task(check_capture, measure)
-
-
 def _ranks(values: Sequence[float]) -> Float[np.ndarray, " values"]:
     """Ranks in ascending order, the same for values that only rounding in fp32 tells apart."""
     given = np.array(values)
@@ -259,3 +246,6 @@ def _ranks(values: Sequence[float]) -> Float[np.ndarray, " values"]:
     ranks = np.empty(len(given))
     ranks[order] = np.cumsum([0, *(np.diff(given[order]) > _ROUNDING * np.abs(given).max())])
     return ranks
+
+
+TASK = Task(measurement.check_capture, measure)

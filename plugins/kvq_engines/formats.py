@@ -15,8 +15,9 @@ import torch
 
 from kvq.codecs import Codec
 from kvq.codecs.calibrated import calibrated_parts
-from kvq.config.limits import DISTRIBUTION, file_hash
+from kvq.config.limits import file_hash
 from kvq.config.method import Policy
+from kvq.config.run import DISTRIBUTION
 from kvq.errors import ConfigError, DataError, Unsupported, not_empty
 from kvq.methods.build import build_method
 from kvq.methods.method import Method

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from kvq.config import Config, compose, resolve
 from kvq.config.explain import COMPOSE_ERRORS, choices, composed
-from kvq.config.limits import EMBEDDED
+from kvq.config.run import EMBEDDED
 from kvq.errors import ConfigError, RecordError, printable
 from kvq.methods.build import method_of
 from kvq.models.inputs import CacheShape, cache_shape

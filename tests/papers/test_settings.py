@@ -11,7 +11,7 @@ import pytest
 from kvq.config import Config, Loader, compose, conf_dir, resolve
 from kvq.config.choices import find
 from kvq.config.explain import choices
-from kvq.config.limits import DISTRIBUTION, EMBEDDED
+from kvq.config.run import DISTRIBUTION, EMBEDDED
 from kvq.papers.expected import layout_named, names, resolved
 from kvq.papers.sweep import Cell, cells_of, missing_choices
 from tests.papers.read_settings import READ

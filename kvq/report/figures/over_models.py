@@ -12,7 +12,7 @@ import scipy.stats
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator
 
-from kvq.config.limits import DISTRIBUTION, EMBEDDED
+from kvq.config.run import DISTRIBUTION, EMBEDDED
 from kvq.report.figures import drawing as draw
 from kvq.report.figures.error import rows_of
 from kvq.report.labels import FIRST, label, named

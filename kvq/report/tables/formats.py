@@ -50,6 +50,7 @@ _MARKDOWN = re.compile(r"[\\`*\[\]|~$]|(?<![A-Za-z0-9])_|_(?![A-Za-z0-9])")
 _LEFT_OUT = ("p99", "Δppl", "Meas.", "Top-1%", "KL")
 _KEPT, _BETWEEN = 5, 2
 _SHOWN_PROMPT = 160  # characters of a prompt's end
+CSV_METRICS: list[str] = layout.LISTED["csv"]
 MARK = "▶"  # before the first word that differs
 
 
@@ -90,9 +91,6 @@ def _latex_cell(sheet: layout.Sheet, row: int, column: int) -> str:
 def _breakable(text: str) -> str:
     """Escaped text in which a line may end behind an underscore and a slash."""
     return text.replace("\\_", "\\_\\allowbreak{}").replace("/", "/\\allowbreak{}")
-
-
-CSV_METRICS: list[str] = layout.LISTED["csv"]
 
 
 def pages(sections: Iterable[tuple[str, str]]) -> dict[str, str]:
@@ -167,9 +165,6 @@ def index(tables: layout.Tables) -> str:
     return "\n".join(lines) + "\n"
 
 
-_FORMATS = {"csv": csv, "tex": latex}
-
-
 def write_tables(store: Store, out_dir: str | os.PathLike[str], *, tables: layout.Tables | None = None) -> list[Path]:
     """Write tables as CSV, LaTeX, pages of Markdown and an index.md; remove files that only the index before lists."""
     tables = build_tables(store) if tables is None else tables
@@ -178,12 +173,12 @@ def write_tables(store: Store, out_dir: str | os.PathLike[str], *, tables: layou
     folder = Path(out_dir)
     files = {INDEX: index(tables)} | pages((table.page, markdown(table)) for table in tables.tables)
     for table in tables.tables:
-        files |= {f"{table.slug}.{kind}": write(table) for kind, write in _FORMATS.items()}
+        files |= {f"{table.slug}.csv": csv(table), f"{table.slug}.tex": latex(table)}
     try:
         former = (folder / INDEX).read_text(encoding="utf-8", errors="replace") if (folder / INDEX).exists() else ""
         paths = write_files("tables", folder, files)
         for page, slug in _OURS.findall(former):
-            for name in {page, *(f"{slug}.{kind}" for kind in _FORMATS)} - files.keys():
+            for name in {page, f"{slug}.csv", f"{slug}.tex"} - files.keys():
                 (folder / name).unlink(missing_ok=True)
     except OSError as error:
         raise RecordError(f"tables: cannot write under '{folder}': {reason_of(error)}") from error
