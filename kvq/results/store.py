@@ -180,9 +180,9 @@ class Store:
         path, content = self.runs / record_path_of(record), dump_record(stored)
         room = path.with_name(f".{record.key}{TEMPORARY}")  # the room for the new one, before the old one goes
         try:
-            write_file(room, lines + content)
-            room.unlink()
-            with self._hold(PACK):
+            with self._hold(PACK):  # packing a folder deletes what it takes for a temporary file of a kill
+                write_file(room, lines + content)
+                room.unlink()
                 # First, or a kill between the two files would leave the old record beside the new samples.
                 for old in {path, *self._paths(record.key)}:
                     old.unlink(missing_ok=True)
