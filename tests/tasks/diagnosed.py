@@ -45,7 +45,7 @@ class DiagnosedInputs(Inputs):
 
     @property
     def longest_context(self) -> int | None:
-        return 512
+        return 512 if self.reads_weights else super().longest_context
 
 
 def journal(folder: Path) -> Journal:
