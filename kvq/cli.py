@@ -40,7 +40,6 @@ if TYPE_CHECKING:
     from kvq.runs import Baselines, Sweep, SweepPlan
 
 OK, RUN_FAILED, BAD_INPUT = 0, 1, 2
-_DEBUG = "KVQ_DEBUG"
 
 
 @dataclass
@@ -221,7 +220,7 @@ def _attempt(action: Callable[[], None], prefix: str) -> None:
 
 def _complain(message: str, error: BaseException | None, code: int) -> int:
     """Print an error as one line (with `KVQ_DEBUG=1` its traceback before) and return the exit code."""
-    if error is not None and os.environ.get(_DEBUG) == "1":
+    if error is not None and os.environ.get("KVQ_DEBUG") == "1":
         traceback.print_exception(error)
     tqdm.write(printable(f"error: {message}"), file=sys.stderr)  # without tearing a progress bar
     return code

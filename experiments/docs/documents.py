@@ -7,6 +7,7 @@ the tables of a paper come from the layouts of the experiments, counts from the 
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +20,7 @@ from kvq.config.explain import COMPOSE_ERRORS, choices, explain
 from kvq.papers.expected import experiment_of, layout_named, names, of_no_paper, resolved
 from kvq.papers.sweep import Overrides, cells_of, is_embedded, jobs_of, missing_choices
 from kvq.report.figures import every
-from kvq.report.figures.drawing import drawn_figures
+from kvq.report.figures.drawing import INDEX
 from kvq.report.tables.experiment_files import Filled
 from kvq.report.tables.experiment_files import fill as fill_cells
 from kvq.report.tables.experiments import NO_METRIC, Shown, by_signature, count_refused
@@ -123,7 +124,9 @@ class Rows:
         records = Store(results).scan()[0]
         self._answers, self._reference = by_signature(records), read_reference()
         self._present = frozenset((record.model, record.method) for record in records)
-        self._figures = drawn_figures(results / "figures")
+        index = results / "figures" / INDEX  # which lists what was drawn
+        listed = index.read_text(encoding="utf-8") if index.is_file() else ""
+        self._figures = sorted(re.findall(r"\[PNG\]\((.+?)\.png\)", listed))
         self._embedded = [model for model in choices()["model"] if is_embedded(model)]
         self._documents = documents_of(reference_path().with_name("documents.yaml").read_text(encoding="utf-8"))
 
@@ -161,7 +164,7 @@ class Rows:
         return [cell or DASH for cell in cells]
 
     def _filled(self, name: str) -> Filled:
-        return fill_cells(experiment_of(name, self._present), self._answers, self._reference, stale=lambda _: False)
+        return fill_cells(experiment_of(name, self._present), self._answers, self._reference)
 
     def _drawn(self, kind: str) -> tuple[int, int]:
         """Figures of a kind: of real models, of embedded ones."""

@@ -277,16 +277,8 @@ class GenerateConfig(ReadingConfig):
             raise ConfigError(f"task.prompt_file={self.prompt_file}: or task.prompt, not both")
 
 
-SCHEMAS: dict[str, type[TaskConfig]] = {
-    "ppl": PplConfig,
-    "niah": NiahConfig,
-    "longbench": LongbenchConfig,
-    "lm_eval": LmEvalConfig,
-    "multimodal": MultimodalConfig,
-    "generate": GenerateConfig,
-    **DIAGNOSTICS,
-    **SPEED,
-}
+_SCORED = (PplConfig, NiahConfig, LongbenchConfig, LmEvalConfig, MultimodalConfig, GenerateConfig)
+SCHEMAS: dict[str, type[TaskConfig]] = {kind.name: kind for kind in _SCORED} | DIAGNOSTICS | SPEED
 TIMED = tuple(f"task={name}" for name in SPEED)
 
 

@@ -24,7 +24,7 @@ from kvq.config.run import trained_with_bos
 from kvq.config.tasks import is_timed
 from kvq.data.text import TokenData, begins_with_bos, check_token_ids, load_tokens
 from kvq.errors import ConfigError, Unsupported, one_line
-from kvq.models.layers import KvLayer, kv_layers_of, latent_numbers, layer_config, state_layers_of
+from kvq.models.layers import KvLayer, head_dims_of, kv_layers_of, latent_numbers, layer_config, state_layers_of
 from kvq.models.load import (
     LoadedModel,
     base_of,
@@ -32,7 +32,6 @@ from kvq.models.load import (
     load_tokenizer,
     longest_context,
     model_fingerprint,
-    shape_of,
     text_config_of,
 )
 
@@ -128,7 +127,9 @@ def cache_shape(config: ModelConfig) -> CacheShape:
             raise Unsupported(f"model: {type(text).__name__} keeps no keys and values in a cache that it is given")
     counts = Counter(_layer_kind(text, layer, held[layer.index]) for layer in cached if layer.index in held)
     kinds = tuple(replace(kind, count=count) for kind, count in counts.items())
-    return CacheShape(kinds, longest_context(config, text), sum(map(_state_bytes, layers or ())))
+    fixed = (getattr(layer, name, {}) for layer in layers or () for name in ("conv_states", "recurrent_states"))
+    state_bytes = sum(state.nbytes for states in fixed for state in states.values() if state is not None)
+    return CacheShape(kinds, longest_context(config, text), state_bytes)
 
 
 def held_layers(text: Any) -> list[Any] | None:
@@ -147,12 +148,6 @@ def held_layers(text: Any) -> list[Any] | None:
     except Exception:  # each class fails in its own way where it needs values, or code from the hub
         return None
     return list(cache.layers)
-
-
-def _state_bytes(layer: Any) -> int:
-    """Bytes of what a layer of a transformers cache keeps of fixed size."""
-    states = [getattr(layer, name, {}).values() for name in ("conv_states", "recurrent_states")]
-    return sum(state.nbytes for held in states for state in held if state is not None)
 
 
 def _layer_kind(text: Any, layer: KvLayer, held: tuple[int, int, int] | None) -> LayerKind:
@@ -220,9 +215,9 @@ class Inputs:
         """The longest sequence in tokens that the model takes; None where it does not say."""
         return self._shape[1]
 
-    def check_context(self, context: int) -> None:
-        """Raise `ConfigError` for windows of `context` tokens that are longer than the model takes."""
-        self.check_tokens(context, f"task.context={context}:")
+    def check_context(self) -> None:
+        """Raise `ConfigError` for windows of `task.context` tokens that are longer than the model takes."""
+        self.check_tokens(self.config.task.context, f"task.context={self.config.task.context}:")
 
     def check_tokens(self, tokens: int, said: str, after: str = " tokens") -> None:
         """Raise `ConfigError` for too many tokens: `<said> model=<name> takes at most <longest><after>`."""
@@ -236,8 +231,13 @@ class Inputs:
         if not self.reads_weights:
             shape = cache_shape(self.config.model)
             return shape.head_dims, shape.context
-        timed = is_timed(self.config.task)
-        return self.shared("shape", (self._model_key, timed), lambda: shape_of(self.config.model, timed))
+        timed, model = is_timed(self.config.task), self.config.model
+
+        def read_shape() -> tuple[list[int], int | None]:
+            text = text_config_of(model)
+            return sorted(set(head_dims_of(text))), longest_context(model, text, timed)
+
+        return self.shared("shape", (self._model_key, timed), read_shape)
 
     @property
     def names(self) -> tuple[str, str]:

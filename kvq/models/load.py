@@ -34,7 +34,7 @@ from kvq.config import ModelConfig
 from kvq.data.rows import go_offline_if_silent
 from kvq.errors import ConfigError, DataError, Unsupported, one_line
 from kvq.models.folder import delta_folder, files_read, folder_fingerprint, model_folder
-from kvq.models.layers import head_dims_of, state_layers_of
+from kvq.models.layers import state_layers_of
 from kvq.models.weights import apply_delta, implant_outliers
 
 _SHOWN_WEIGHTS = 4
@@ -192,15 +192,6 @@ def _config_of(config: ModelConfig) -> Any:
     if _last_config[0] != name:
         _last_config = (name, _from_hub(config, AutoConfig))
     return copy.deepcopy(_last_config[1])  # a model changes its own
-
-
-def shape_of(config: ModelConfig, timed: bool = False) -> tuple[list[int], int | None]:
-    """The model's head dims, ascending, and the longest context in tokens where its configuration gives one.
-
-    `timed`: as in `longest_context`.
-    """
-    text = text_config_of(config)
-    return sorted(set(head_dims_of(text))), longest_context(config, text, timed)
 
 
 def longest_context(config: ModelConfig, text: Any, timed: bool = False) -> int | None:

@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, TypeVar
 
 from omegaconf import OmegaConf
 
-from kvq.config import compose, plugins
+from kvq.config import plugins
 from kvq.config.choices import find
-from kvq.config.explain import COMPOSE_ERRORS, choices
+from kvq.config.explain import choices
 from kvq.config.run import DISTRIBUTION, EMBEDDED, LayoutConfig
 from kvq.errors import ConfigError
-from kvq.results.presets import cache_by_folder
+from kvq.results.presets import cache_by_folder, model_path
 
 if TYPE_CHECKING:
     from hydra.core.override_parser.types import Override
@@ -99,12 +99,12 @@ def layout_of(config: DictConfig) -> LayoutConfig:
 
 def is_embedded(model: str) -> bool:
     """Whether a model ships with the package."""
-    return path_of(model).startswith(EMBEDDED)
+    return model_path(model).startswith(EMBEDDED)
 
 
 def runs_anywhere(model: str) -> bool:
     """Whether a model is embedded or carried by an installed distribution: it may stand in for a paper's models."""
-    return path_of(model).startswith((EMBEDDED, DISTRIBUTION))
+    return model_path(model).startswith((EMBEDDED, DISTRIBUTION))
 
 
 def stand_in_overrides(layout: LayoutConfig, model: str) -> dict[str, str] | None:
@@ -112,15 +112,6 @@ def stand_in_overrides(layout: LayoutConfig, model: str) -> dict[str, str] | Non
     if not runs_anywhere(model):
         return None
     return layout.small if is_embedded(model) else layout.small | layout.real
-
-
-@cache_by_folder
-def path_of(model: str) -> str:
-    """The `path` of a model by its name; empty where it does not compose."""
-    try:
-        return setting_in_file("model", model, "path") or str(compose([f"model={model}"]).model.path)
-    except COMPOSE_ERRORS:
-        return ""  # composing the job says why
 
 
 @cache_by_folder

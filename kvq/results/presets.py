@@ -110,11 +110,8 @@ def departures(found: Settings, preset: Settings) -> list[str]:
     parts += _join_sides({side: _residual_departures(*(one.get(side) for one in residuals)) for side in SIDES}, " ")
     rest = [{name: part for name, part in method.items() if name not in SIDES} for method in (ours, theirs)]
     parts += _other_departures(*rest)
-    others = {
-        "latent": f"{found.get('latent')} keys and values",
-        "attention": f"{found.get('attention')} attention",
-    }
-    return [*parts, *(words for name, words in others.items() if found.get(name) is not None)]
+    attention = found.get("attention")
+    return [*parts, *([] if attention is None else [f"{attention} attention"])]
 
 
 def label_with(name: str, words: Sequence[str]) -> str:

@@ -26,9 +26,9 @@ from pydantic import (
     AfterValidator,
     AwareDatetime,
     BaseModel,
-    BeforeValidator,
     ConfigDict,
     Field,
+    StrictFloat,
     ValidationError,
     field_validator,
     model_validator,
@@ -88,16 +88,6 @@ def run_key(config: Mapping[str, Any]) -> str:
     return hashlib.sha256(text.encode("ascii")).hexdigest()
 
 
-def _check_number(value: Any) -> Any:
-    """Refuse text and booleans, which pydantic would convert to a float."""
-    if isinstance(value, str | bool):
-        raise ValueError(f"{value!r:.40} is not a number")
-    return value
-
-
-Number = Annotated[float, BeforeValidator(_check_number)]
-
-
 class _Frozen(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
 
@@ -125,7 +115,7 @@ class Provenance(_Frozen):
     model_fingerprint: str | None = Field(default=None, description="null: the run ended before the model was loaded")
     command: str
     started: Annotated[AwareDatetime, AfterValidator(lambda moment: moment.astimezone(UTC))]
-    wall_seconds: dict[str, Number] = Field(default_factory=dict, description="phase -> seconds")
+    wall_seconds: dict[str, StrictFloat] = Field(default_factory=dict, description="phase -> seconds")
     peak_memory_bytes: int | None = Field(default=None, description="of this run; null where it cannot be measured")
     seed: int
 
@@ -159,7 +149,7 @@ class Record(_Frozen):
     )
     baseline_key: str | None = Field(default=None, description="key of the full-precision run it is paired with")
     config: dict[str, Any]
-    metrics: dict[str, Number] = Field(default_factory=dict)
+    metrics: dict[str, StrictFloat] = Field(default_factory=dict)
     units: dict[str, str] = Field(default_factory=dict)
     versions: dict[str, int | str] = Field(description="versions of the parts that made the numbers, by name")
     provenance: Provenance

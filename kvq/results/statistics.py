@@ -80,11 +80,8 @@ def delta_nll(nll: Windows, baseline_nll: Windows, tokens: Windows, **drawn: int
 
 def perplexity(nll: Windows, tokens: Windows, **drawn: int) -> Estimate:
     """exp of the mean loss per token, with its unpaired error (another stretch of the same text), as `delta_nll`."""
-
-    def exp_ratio(sums: np.ndarray, counts: np.ndarray, axis: int = -1) -> np.ndarray:
-        return np.asarray(np.exp(_ratio(sums, counts, axis)))
-
-    return _bootstrap(np.asarray(nll, dtype=np.float64), tokens, exp_ratio, **drawn)
+    sums = np.asarray(nll, dtype=np.float64)
+    return _bootstrap(sums, tokens, lambda nll, tokens, axis=-1: np.exp(_ratio(nll, tokens, axis)), **drawn)
 
 
 def delta_nll_of_samples(samples: Samples, baseline: Samples, **drawn: int) -> Estimate:

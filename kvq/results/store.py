@@ -208,11 +208,9 @@ class Store:
                     raise RecordError(f"cannot pack {folder / PACK}: {reason_of(error)}") from error
         return moved
 
-    @contextlib.contextmanager
-    def lock(self, key: str) -> Iterator[None]:
+    def lock(self, key: str) -> contextlib.AbstractContextManager[None]:
         """Hold the lock of `key`: one process at a time runs it, others wait. Freed if its holder dies."""
-        with self._hold(_check_key(key)):
-            yield
+        return self._hold(_check_key(key))
 
     @contextlib.contextmanager
     def _hold(self, name: str) -> Iterator[None]:

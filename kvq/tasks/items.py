@@ -27,7 +27,7 @@ from kvq.results.metrics import units_of
 from kvq.results.noise import compare_items
 from kvq.results.provenance import timed
 from kvq.results.statistics import paired_mean
-from kvq.tasks.measurement import RECOMPRESSED, STATES, STORED, Baseline, Measurement, storage_metrics
+from kvq.tasks.measurement import STORED, Baseline, Measurement, storage_metrics
 from kvq.tasks.reader import Ends, Pick, Reader
 
 ROWS = 8
@@ -210,7 +210,7 @@ def costs(scored: Sequence[Scored]) -> dict[str, float]:
     for phase, tokens in (("prefill", "read_tokens"), ("decode", "new_tokens")):
         if total[phase] > 0 and total[tokens] > 0:
             out[f"{phase}_tokens_per_second"] = total[tokens] / total[phase]
-    for name in (*STORED, *RECOMPRESSED, *STATES):
+    for name in STORED:
         found = [one.cost[name] for one in scored if name in one.cost]
         if found:
             out[name] = float(np.mean(found))

@@ -304,7 +304,7 @@ def measure_model(inputs: Inputs, method: Method, baseline: Baseline | None, jou
 
 def check_model(inputs: Inputs, method: Method) -> None:
     """Raise `ConfigError` for windows longer than the model takes, `Unsupported` for a method with policies."""
-    inputs.check_context(inputs.config.task.context)
+    inputs.check_context()
     check_known(inputs, method, drawn=False)
     method.check_needs("task=model_states", "all_layers")
 

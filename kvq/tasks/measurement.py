@@ -49,11 +49,10 @@ _HOMES = {
 STORED = (
     *("bits_per_element", "key_bits", "value_bits", "effective_bits", "packed_bytes", "total_bytes", "cached_tokens"),
     *("index_bits", "index_entropy", "uncoded_bits"),
+    *("recompressed_tokens", "recompression_error"),  # of methods that encode packed tokens again with other bits
+    *("state_bytes", "state_bits"),  # of models with states of fixed size; part of total bytes and effective bits
 )
-RECOMPRESSED = ("recompressed_tokens", "recompression_error")
-"""Of methods that encode packed tokens again with other bits."""
-STATES = ("state_bytes", "state_bits")
-"""Of models some of whose layers keep a state of fixed size; both are part of total bytes and effective bits."""
+"""Metrics of what a cache stores (`storage_metrics`)."""
 
 
 @dataclass(frozen=True)
@@ -268,7 +267,7 @@ def capture_windows(inputs: Inputs, visit: Callable[[LayerStates], None]) -> int
 def check_capture(inputs: Inputs, method: Method) -> None:
     """Raise `ConfigError` for windows longer than the model takes, `Unsupported` for a method with policies."""
     method.check_needs(f"task={inputs.config.task.name}", "codecs_alone", "all_at_once")
-    inputs.check_context(inputs.config.task.context)
+    inputs.check_context()
 
 
 def block_of(side: ResidualSide) -> int | None:

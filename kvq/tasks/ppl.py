@@ -133,7 +133,7 @@ def _chunks(
 
 def check(inputs: Inputs, method: Method) -> None:
     """As `check_scoring`; raise `ConfigError` for windows longer than the model takes."""
-    inputs.check_context(inputs.config.task.context)
+    inputs.check_context()
     check_scoring(method, inputs.config.task)
 
 

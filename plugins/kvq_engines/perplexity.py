@@ -65,7 +65,7 @@ def check(inputs: Inputs, method: Method) -> None:
     if not inputs.config.task.engine:
         ppl.check(inputs, method)
         return
-    inputs.check_context(inputs.config.task.context)
+    inputs.check_context()
     format_for(inputs, method)
 
 

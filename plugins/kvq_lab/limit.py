@@ -73,7 +73,7 @@ _SHOWN = 64
 
 def check(inputs: Inputs, method: Method) -> None:
     """Raise `ConfigError` for windows longer than the model takes, `Unsupported` for a method that has no spectrum."""
-    inputs.check_context(inputs.config.task.context)
+    inputs.check_context()
     if method.is_full_precision:
         return
     if method.joins_sides != (inputs.config.task.heads is LimitHeads.both):

@@ -39,7 +39,7 @@ from kvq_lab.trajectory import Row, scored_rows
 def check(inputs: Inputs, method: Method) -> None:
     """Raise `Unsupported` for a method whose cache no file holds, `ConfigError` for windows the model cannot take."""
     task: ReuseConfig = inputs.config.task
-    inputs.check_context(task.context)
+    inputs.check_context()
     if method.replaces_layers:
         raise Unsupported(f"task=reuse: method={method.name} is transformers' cache, which has no form in a file")
     check_prefill(method, task.prefill)

@@ -50,7 +50,7 @@ def ppl_settings(task: SensitivityConfig) -> PplConfig:
 def check(inputs: Inputs, method: Method) -> None:
     """Raise `Unsupported` where a layer's keys or values are not quantized independently of all others."""
     task: SensitivityConfig = inputs.config.task
-    inputs.check_context(task.context)
+    inputs.check_context()
     method.check_needs("task=sensitivity", "sides_apart")
     check_scoring(method, ppl_settings(task))
     if task.heads:

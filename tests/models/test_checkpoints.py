@@ -16,7 +16,7 @@ from torch import Tensor
 from kvq.config import ModelConfig
 from kvq.data.text import encode
 from kvq.errors import ConfigError, DataError
-from kvq.models.load import load_model, load_tokenizer, model_fingerprint, shape_of
+from kvq.models.load import load_model, load_tokenizer, longest_context, model_fingerprint, text_config_of
 from tests.random_models import save_random_model
 
 Weights = dict[str, Tensor]
@@ -109,13 +109,14 @@ def test_a_method_of_quantized_weights_that_is_unknown_is_refused(model: ModelCo
 
 
 def test_a_context_above_the_positions_is_refused(model: ModelConfig) -> None:
-    def at(context: int) -> int | None:
-        return shape_of(ModelConfig("a", model.path, context=context))[1]
+    def at(context: int, timed: bool = False) -> int | None:
+        config = ModelConfig("a", model.path, context=context)
+        return longest_context(config, text_config_of(config), timed)
 
     assert at(512) == 512
     with pytest.raises(ConfigError, match=r"^model\.context=513: \S+ has 512 positions$"):
         at(513)
-    assert shape_of(ModelConfig("a", model.path, context=9999), timed=True)[1] == 9999
+    assert at(9999, timed=True) == 9999
     set_in(model, "config.json", rope_parameters={"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4})
     assert at(2048) == 2048
     with pytest.raises(ConfigError, match=r"^model\.context=2049: \S+ has 2048 positions$"):

@@ -150,7 +150,7 @@ def test_a_record_is_found_by_what_it_measures(tmp_path: Path) -> None:
     store.put(made.record("nsnquant", "2", settings=settings, **names))
     experiment = experiment_of("nsnquant/table2", frozenset({("llama_2_7b", "nsnquant")}))
     assert experiment is not None
-    cells = shown_cells(experiment, by_signature(store.scan()[0]), REFERENCE, stale=lambda _: False)
+    cells = shown_cells(experiment, by_signature(store.scan()[0]), REFERENCE)
     [cell] = [cell for cell in cells if cell.value is not None]
     assert cell.published is not None
     assert (cell.published.method, cell.published.dataset, cell.published.model) == (

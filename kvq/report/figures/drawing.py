@@ -6,7 +6,6 @@ import functools
 import io
 import itertools
 import math
-import re
 import textwrap
 import warnings
 from collections import defaultdict
@@ -224,14 +223,6 @@ def write_drawings(drawings: Iterable[Drawing], folder: Path, skipped: list[str]
             files = ", ".join(f"[{ending.upper()}]({drawing.stem}.{ending})" for ending in ("png", "pdf", "csv"))
             lines.append(f"- {escape_markdown(drawing.title)} (`{drawing.stem}`): {files}")
     return paths + write_files("figures", folder, {INDEX: "\n".join(lines) + "\n"})
-
-
-def drawn_figures(folder: Path) -> list[str]:
-    """Stems of the figures that the index of a folder lists as drawn; none without an index."""
-    try:
-        return sorted(re.findall(r"\[PNG\]\((.+?)\.png\)", (folder / INDEX).read_text(encoding="utf-8")))
-    except FileNotFoundError:
-        return []
 
 
 def titled(draw: Draw) -> Draw:

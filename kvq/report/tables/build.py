@@ -27,8 +27,6 @@ if TYPE_CHECKING:
 
 # Characters that are shown of a fingerprint, and of names in a file's name, which 255 bytes limit.
 _HASH, _SLUG = 40, 150
-Stale = Callable[[Record], bool]
-"""Whether a version of a record is out of date."""
 _WEIGHTS = {"model.fingerprint": "weights", "dataset.fingerprint": "text"}
 FRAME_METRICS: list[str] = LISTED["frame"]
 """Metrics that have a column; the others are in `kvq.results.Record.metrics`."""
@@ -40,13 +38,12 @@ def build_tables(
     store: Store,
     *,
     keys: Collection[str] | None = None,
-    stale: Stale = is_stale,
     scanned: tuple[list[Record], list[Broken]] | None = None,
 ) -> Tables:
     """Group the records of a store into one table per protocol (task, model, dataset, seed with all their settings).
 
-    `keys`: of the runs that are shown, with full precision's; `stale`: whether a record's version is out of date;
-    `scanned`: what `read_records` gave, so that the folder is not read twice.
+    `keys`: of the runs that are shown, with full precision's; `scanned`: what `read_records` gave, so that the folder
+    is not read twice.
     """
     records, broken = scanned or compare.read_records(store, keys)
     if keys is not None:
@@ -65,7 +62,7 @@ def build_tables(
             groups[asked.pop()] += groups.pop(name)
     unused: dict[Path, str] = {}
     comparisons = compare.Comparisons(lambda record: compare.samples_of(record, store, unused))
-    tables = [_make_table(name, groups[name], comparisons, stale) for name in sorted(groups)]
+    tables = [_make_table(name, groups[name], comparisons) for name in sorted(groups)]
     reasons = {file.path: file.reason for file in broken} | unused
     files = tuple(Broken(path, reason) for path, reason in reasons.items())
     return Tables(tuple(sorted(distinguish_titles(tables), key=lambda table: table.slug)), files)
@@ -94,10 +91,10 @@ def _protocol_settings(run: Record) -> dict[str, Any]:
     return {name: run.config.get(name, getattr(run, name, None)) for name in PROTOCOL}
 
 
-def _make_table(protocol: str, records: Sequence[Record], comparisons: compare.Comparisons, stale: Stale) -> Table:
+def _make_table(protocol: str, records: Sequence[Record], comparisons: compare.Comparisons) -> Table:
     """The table of all runs of one protocol, whose hash `protocol` is; arguments as what `build_tables` makes them."""
     first = min(records, key=lambda run: (run.task, run.model, run.dataset, run.key))
-    rows, verdicts = _make_rows(records, comparisons, stale)
+    rows, verdicts = _make_rows(records, comparisons)
     model = model_name(first.model)
     slug = "-".join(re.sub(r"[^A-Za-z0-9.]+", "_", name) or "_" for name in (first.task, model, first.dataset))
     words = ", ".join(departures_of(first).protocol)
@@ -114,9 +111,7 @@ def _make_table(protocol: str, records: Sequence[Record], comparisons: compare.C
     )
 
 
-def _make_rows(
-    records: Sequence[Record], comparisons: compare.Comparisons, stale: Stale
-) -> tuple[tuple[Row, ...], compare.Verdicts]:
+def _make_rows(records: Sequence[Record], comparisons: compare.Comparisons) -> tuple[tuple[Row, ...], compare.Verdicts]:
     """The rows of a table of these runs, and verdicts on all pairs of methods and each name's neighbouring widths."""
     baselines = {record.baseline_key for record in records} | {r.key for r in records if r.method == "fp16"}
     names = _name_rows(records)
@@ -152,7 +147,7 @@ def _make_rows(
             within_noise=record.key in noisy,
             best=record.key in best,
             best_measured=record.key in best_measured,
-            stale=stale(record),
+            stale=is_stale(record),
             footnote=footnotes.get(record.key),
             p_value=corrected.get(record.key),
             variant=record.key in variants,

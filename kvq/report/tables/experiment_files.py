@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -22,7 +22,6 @@ from kvq.report.tables.experiments import (
 from kvq.report.tables.layout import DASH, UNQUANTIZED, Sheet, fixed
 from kvq.report.tables.notes import NOTES
 from kvq.report.tables.readings import AXES, Reference
-from kvq.results import Record, is_stale
 
 INDEX = "index.md"
 _BEGIN = """\
@@ -45,12 +44,10 @@ class Filled:
     stand_ins: dict[str, list[Shown]]
 
 
-def fill(
-    experiment: Experiment, records: Answers, reference: Reference, stale: Callable[[Record], bool] = is_stale
-) -> Filled:
+def fill(experiment: Experiment, records: Answers, reference: Reference) -> Filled:
     """Fill an experiment's cells from records and published figures."""
-    small = {model: stand_in_cells(experiment, model, records, stale) for model in experiment.stand_ins}
-    cells = shown_cells(experiment, records, reference, stale)
+    small = {model: stand_in_cells(experiment, model, records) for model in experiment.stand_ins}
+    cells = shown_cells(experiment, records, reference)
     return Filled(experiment, cells, {model: here for model, here in small.items() if here})
 
 

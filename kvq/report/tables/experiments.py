@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from kvq.config.run import LayoutConfig
 from kvq.report.comparisons import is_noise
 from kvq.report.labels import is_on_test_text
-from kvq.report.tables.build import Stale, is_unquantized
+from kvq.report.tables.build import is_unquantized
 from kvq.report.tables.readings import Published, Reference, read_metric, read_statistic
 from kvq.results import Record, is_stale, run_key
 from kvq.results.statistics import ALPHA
@@ -144,26 +144,26 @@ def _machines_of(cells: Iterable[Asked], records: Answers) -> list[str]:
     return sorted({machine for name in signatures for machine in records.machines[str(name)]}) or [""]
 
 
-def shown_cells(experiment: Experiment, records: Answers, reference: Reference, stale: Stale = is_stale) -> list[Shown]:
+def shown_cells(experiment: Experiment, records: Answers, reference: Reference) -> list[Shown]:
     """The cells that print something, for each machine: a paper's, `layout.own`, all if nothing is published."""
     cells, layout = [], experiment.layout
     for machine, asked in itertools.product(_machines_of(experiment.cells, records), experiment.cells):
         published = reference.find(layout.paper or "", layout.table, asked.labels)
         if published is not None or layout.table is None or set(layout.own) & set(asked.labels.values()):
-            cells.append(_fill_cell(asked, published, records, stale, machine, experiment))
+            cells.append(_fill_cell(asked, published, records, machine, experiment))
     return cells
 
 
-def stand_in_cells(experiment: Experiment, model: str, records: Answers, stale: Stale = is_stale) -> list[Shown]:
+def stand_in_cells(experiment: Experiment, model: str, records: Answers) -> list[Shown]:
     """The cells of a stand-in, by machine as `shown_cells`; nothing where none of its runs is there."""
     asked = experiment.stand_ins[model]
     machines = _machines_of(asked, records)
-    cells = [_fill_cell(one, None, records, stale, machine, experiment) for machine in machines for one in asked]
+    cells = [_fill_cell(one, None, records, machine, experiment) for machine in machines for one in asked]
     return cells if any(cell.value is not None for cell in cells) else []
 
 
 def _fill_cell(
-    asked: Asked, published: Published | None, records: Answers, stale: Stale, machine: str, experiment: Experiment
+    asked: Asked, published: Published | None, records: Answers, machine: str, experiment: Experiment
 ) -> Shown:
     """A cell with what the records of its runs give, times of one machine; without a number and with the reason."""
     answers = [(run, records.find(run, machine)) for run in asked.runs]
@@ -194,7 +194,7 @@ def _fill_cell(
         effective_bits=_mean_of("effective_bits", found),
         within_noise=single is not None and _within_noise(single, asked.metric),
         unquantized=all(is_unquantized(record, records.by_key) for record in found),
-        stale=any(stale(record) for record in found),
+        stale=any(map(is_stale, found)),
         on_test_text=any(map(is_on_test_text, found)),
         machine=machine,
     )

@@ -105,10 +105,8 @@ def _note_storage(rows: Sequence[Row], comparisons: Comparisons) -> Iterator[str
             yield NOTES["perplexity"].format(name=row.name, error=error)
     records = [row.record for row in rows if "effective_bits" in row.record.metrics]
     for dtype, stored in sorted({(record.provenance.dtype, cache_dtype(record)) for record in records}):
-        size = f": {_DTYPE_BITS[stored]} bits per element" if stored in _DTYPE_BITS else ""
-        what = (
-            f"the run's compute dtype ({stored}{size})" if stored == dtype else f"{stored}{size}, computed in {dtype}"
-        )
+        size = stored + (f": {_DTYPE_BITS[stored]} bits per element" if stored in _DTYPE_BITS else "")
+        what = f"the run's compute dtype ({size})" if stored == dtype else f"{size}, computed in {dtype}"
         yield f"Full-precision rows and residual tokens are stored in {what}; effective bits count them so."
     names: dict[str, set[str]] = defaultdict(set)
     for row in rows:
