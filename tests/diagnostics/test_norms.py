@@ -10,6 +10,7 @@ from scipy import stats
 
 from kvq import build_method
 from kvq.codecs import Codec, RandomizedHadamard, UniformQuantizer
+from kvq.config.diagnostics import SyntheticConfig
 from kvq.diagnostics import (
     find_sinks,
     group_ranges,
@@ -150,9 +151,10 @@ def test_sinks_with_the_others_outliers_point_their_way() -> None:
     assert abs(float(apart)) < 0.5 < 0.9 < float(alike)
 
 
-def test_more_sinks_than_tokens() -> None:
-    with pytest.raises(ConfigError, match=r"task\.sinks=300"):
-        made(sinks=300)
+@pytest.mark.parametrize("more", [{"sinks": 128}, {"sinks": 300}, {"outlier_channels": 129}], ids=str)
+def test_more_sinks_than_tokens(more: dict[str, int]) -> None:
+    with pytest.raises(ConfigError, match=rf"task\.{'='.join(map(str, *more.items()))}\b.*task\.tokens=128"):
+        SyntheticConfig(**more)
 
 
 def test_parts_by_kind() -> None:
