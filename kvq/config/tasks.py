@@ -278,7 +278,7 @@ class GenerateConfig(ReadingConfig):
 
 
 _SCORED = (PplConfig, NiahConfig, LongbenchConfig, LmEvalConfig, MultimodalConfig, GenerateConfig)
-SCHEMAS: dict[str, type[TaskConfig]] = {kind.name: kind for kind in _SCORED} | DIAGNOSTICS | SPEED
+SCHEMAS: dict[str, type[TaskConfig]] = {**{kind.name: kind for kind in _SCORED}, **DIAGNOSTICS, **SPEED}
 TIMED = tuple(f"task={name}" for name in SPEED)
 
 
