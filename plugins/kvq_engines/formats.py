@@ -17,11 +17,10 @@ from kvq.codecs import Codec
 from kvq.codecs.calibrated import calibrated_parts
 from kvq.config.limits import file_hash
 from kvq.config.method import Policy
-from kvq.config.run import DISTRIBUTION
 from kvq.errors import ConfigError, DataError, Unsupported, not_empty
 from kvq.methods.build import build_method
 from kvq.methods.method import Method
-from kvq.models.folder import carried_gguf
+from kvq.models.folder import DISTRIBUTION, carried_gguf
 from kvq.models.inputs import Inputs
 from kvq_engines.llamacpp import LlamaCpp, write_gguf
 from kvq_engines.mlx import Mlx
