@@ -31,6 +31,7 @@ _PROBE_CUTS = (0, 16, 23, 24)
 _TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3}
 """Largest difference of a hidden state relative to the largest; of narrower dtypes `_NARROW`."""
 _NARROW = 1e-1
+_PROBED: weakref.WeakKeyDictionary[nn.Module, bool] = weakref.WeakKeyDictionary()
 
 
 class StateLayer(LinearAttentionLayer):
@@ -215,9 +216,6 @@ def place_layers(held: Sequence[KvLayer], own: Sequence[Any], states: Mapping[in
     """All layers in the model's order: `own`, which belong to `held`, and states where there are no keys and values."""
     found: dict[int, Any] = {**states} | {layer.index: one for layer, one in zip(held, own, strict=True)}
     return [found[index] for index in sorted(found)]
-
-
-_PROBED: weakref.WeakKeyDictionary[nn.Module, bool] = weakref.WeakKeyDictionary()
 
 
 @torch.no_grad()

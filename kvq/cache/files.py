@@ -33,6 +33,10 @@ from kvq.results.files import write_file
 from kvq.results.record import declared_versions, refuse_constant, versions_of_method
 
 FORMAT = "kvq-cache-3"
+_ENTRY = "kvq"
+_DIGEST = "sha256"
+# Of the library, of JSON, and of what a header says that is not so.
+_FAILURES = (OSError, SafetensorError, KeyError, ValueError, TypeError, AttributeError, RuntimeError, MemoryError)
 
 
 def identity(model: Any, method: Any, layers: int) -> dict[str, Any]:
@@ -154,12 +158,6 @@ def fill(
         layer.read(*on(kv.index, state))
     for number, own in states.items():
         own.read(*on(number, content["states"][number]))
-
-
-_ENTRY = "kvq"
-_DIGEST = "sha256"
-# Of the library, of JSON, and of what a header says that is not so.
-_FAILURES = (OSError, SafetensorError, KeyError, ValueError, TypeError, AttributeError, RuntimeError, MemoryError)
 
 
 def digest(tensors: Mapping[str, Tensor]) -> str:

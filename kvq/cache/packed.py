@@ -16,7 +16,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 from transformers import AttentionInterface
-from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.cache_utils import Cache, DynamicLayer
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -115,11 +115,7 @@ def packed_layer(like: KVCacheLayer, side: Callable[[CacheSide], PackedSide]) ->
 
 
 def use_packed_attention(model: nn.Module) -> None:
-    """Switch a model to attention functions that also read packed codes.
-
-    Raises:
-        Unsupported: attention of the model's own, or an implementation other than `sdpa` and `eager`.
-    """
+    """Switch a model to attention functions that also read packed codes; `Unsupported` for others than `ORIGINALS`."""
     base = base_of(model)
     configs = {module: getattr(module, "config", None) for module in attentions(base)}
     for module, config in configs.items():
@@ -185,47 +181,30 @@ class DenseStates(SelfAttending):
         return out.reshape(batch, 1, heads, -1)
 
 
-class PreallocatedLayer(CacheLayerMixin):
-    """Keys and values in tensors with room for `room` tokens, of which the first `held` are filled."""
+class PreallocatedLayer(DynamicLayer):
+    """Keys and values in tensors with room for `room` tokens; `keys` and `values` are views of the tokens so far."""
 
-    is_sliding = False
     is_croppable = False
     supports_early_init = False
 
     def __init__(self, room: int) -> None:
         super().__init__()
-        self.room, self.held = room, 0
+        self.room = room
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Allocate zeros for `room` tokens, shaped, typed and placed as these states."""
-        self.dtype, self.device = key_states.dtype, key_states.device
-        self.keys, self.values = (
-            states.new_zeros(*states.shape[:2], self.room, states.shape[3]) for states in (key_states, value_states)
-        )
-        self.is_initialized = True
+        super().lazy_initialization(key_states, value_states)
+        states = key_states, value_states
+        self.allocated = [one.new_zeros(*one.shape[:2], self.room, one.shape[3]) for one in states]
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        end = self.held + key_states.shape[2]
-        assert self.keys is not None
-        assert self.values is not None
-        self.keys[:, :, self.held : end] = key_states
-        self.values[:, :, self.held : end] = value_states
-        self.held = end
-        seen = self.keys[:, :, :end], self.values[:, :, :end]
-        return (DenseStates(seen[0]), DenseStates(seen[1])) if key_states.shape[2] == 1 else seen
-
-    def get_seq_length(self) -> int:
-        return self.held
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self.held + query_length, 0
-
-    def get_max_length(self) -> int:
-        return -1
-
-    get_max_cache_shape = get_max_length
+        start, count = self.get_seq_length(), key_states.shape[2]
+        for held, states in zip(self.allocated, (key_states, value_states), strict=True):
+            held[:, :, start : start + count] = states
+        self.keys, self.values = (held[:, :, : start + count] for held in self.allocated)
+        return (DenseStates(self.keys), DenseStates(self.values)) if count == 1 else (self.keys, self.values)
 
 
 class PreallocatedCache(Cache):
@@ -242,5 +221,4 @@ class PreallocatedCache(Cache):
     def nbytes(self) -> int:
         """Bytes of keys and values, room that is not filled included."""
         layers: list[Any] = self.layers
-        held = [states for layer in layers if layer.is_initialized for states in (layer.keys, layer.values)]
-        return sum(states.nbytes for states in held)
+        return sum(states.nbytes for layer in layers if layer.is_initialized for states in layer.allocated)

@@ -315,8 +315,7 @@ class JoinedLayer(KVCacheLayer):
         self.value = ValuesOfKeys(self.key)
 
     def fork(self) -> JoinedLayer:
-        other = super().fork()
-        assert isinstance(other, JoinedLayer)
+        other: Any = super().fork()
         other.value = ValuesOfKeys(other.key)
         return other
 

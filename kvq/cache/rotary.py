@@ -21,6 +21,7 @@ from kvq.models.load import base_of, device_of
 PROBE_TOKENS = 24
 _TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-6, torch.bfloat16: 2e-2, torch.float16: 2e-3}
 """Largest difference relative to the largest key; RoPE tables have the dtype of the model."""
+_PROBED: weakref.WeakKeyDictionary[nn.Module, list[tuple[Style | None, int]]] = weakref.WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
@@ -134,9 +135,6 @@ class KeyRecorder(DynamicCache):
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
         self.seen[layer_idx] = key_states
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
-
-
-_PROBED: weakref.WeakKeyDictionary[nn.Module, list[tuple[Style | None, int]]] = weakref.WeakKeyDictionary()
 
 
 @torch.no_grad()

@@ -12,14 +12,12 @@ from torch import Tensor
 
 from kvq.cache.chunk_masks import Transitions
 from kvq.cache.rotary import RopeTable
-from kvq.cache.store import BlockStore, TokenStore
+from kvq.cache.store import BlockStore, States, TokenStore
 from kvq.codecs import Codec, Growable, Packed
 from kvq.codecs.packed import append_rows
 from kvq.codecs.stages import Rope
 from kvq.config.method import Policy, PrefillBlock, ResidualSide, leaving
 from kvq.errors import DataError, Unsupported
-
-States = Float[Tensor, "batch heads _tokens head_dim"]
 
 
 def reads_at_once(device: torch.device) -> bool:

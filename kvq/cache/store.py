@@ -115,7 +115,7 @@ class BlockStore:
     def select(self, index: Tensor) -> None:
         self._store = None if self._store is None else self._store.select(index)
         if self._decoded is not None:
-            self._decoded = Growable(_select_rows(self._decoded.view, index))
+            self._decoded = self._decoded.select(index)
 
 
 class TokenStore(BlockStore):
@@ -147,9 +147,8 @@ class TokenStore(BlockStore):
         count, sealed = states.shape[2], super().tokens
         # In a whole unit, the number of rows of a part gives the bits that a token takes in it: filled with the last.
         index = torch.arange(-(-count // UNIT) * UNIT, device=states.device).clamp_max(count - 1)
-        turned = narrow_rope(rope, self.tokens, count)
-        if turned is not None:
-            turned = dataclasses.replace(turned, cos=turned.cos[:, index], sin=turned.sin[:, index])
+        rope_of_new = narrow_rope(rope, self.tokens, count)
+        turned = None if rope_of_new is None else rope_of_new.at(index)
         packed = self.codec.encode(states.index_select(2, index), UNIT, turned)
         widths = packed.token_widths
         joined = unpack_tokens(packed.parts, widths, count)
@@ -172,19 +171,12 @@ class TokenStore(BlockStore):
 
     def select(self, index: Tensor) -> None:
         super().select(index)
-        if self._tail is not None:
-            parts = {name: _select_rows(part, index) for name, part in self._tail.parts.items()}
-            self._tail = dataclasses.replace(self._tail, parts=parts, batch=int(index.numel()))
+        self._tail = None if self._tail is None else self._tail.select(index)
 
 
 def narrow_rope(rope: Rope | None, start: int, length: int) -> Rope | None:
     """The rotations of `length` tokens from `start` on; None for None."""
     return None if rope is None else rope.narrow(start, length)
-
-
-def _select_rows(part: Tensor, index: Tensor) -> Tensor:
-    """The sequences `index` of a batch."""
-    return part.index_select(0, index.to(part.device))
 
 
 def _repack(like: Packed, widths: dict[str, int], joined: dict[str, Tensor], start: int, length: int) -> Packed:

@@ -21,6 +21,7 @@ from kvq.cache.rotary import styles_of
 from kvq.calibration.collect import (
     Kept,
     Place,
+    TextWindows,
     compute_loss,
     drawn_positions,
     made_once,
@@ -34,6 +35,12 @@ from kvq.codecs.stages import Stage
 from kvq.config.method import CalibrationConfig
 from kvq.errors import ConfigError, DataError, Unsupported
 from kvq.models.load import LoadedModel
+
+BOTH = "both"  # the side of keys and values together
+Transform = TypeVar("Transform", bound=Stage)
+FEW = 4
+"""Observations for each number that is fitted (tokens for each channel), below which there is a warning."""
+_kept: Kept[dict[Place, JointMoments]] = {}
 
 
 @dataclass
@@ -98,12 +105,9 @@ class MomentSums:
         )
 
 
-BOTH = "both"
-
-
 def collect_joint(
     loaded: LoadedModel,
-    windows: Int[Tensor, "samples length"],
+    windows: TextWindows,
     tokens: int | None = None,
     seed: int = 0,
     left_out: int = 1,
@@ -161,7 +165,7 @@ def collect_joint(
 
 def moments_of(
     loaded: LoadedModel,
-    windows: Tensor,
+    windows: TextWindows,
     settings: CalibrationConfig,
     how: tuple[int, bool, bool],
     kept: Kept[dict[Place, JointMoments]],
@@ -195,9 +199,6 @@ def shared_out(demands: Sequence[Demand]) -> list[UInt8[Tensor, " components"]]:
     chosen[ranked.argsort(descending=True, stable=True)[:budget]] = 1
     widths = chosen.view(most, -1).sum(0).to(torch.uint8)
     return list(widths.split([len(own) for own in steps]))
-
-
-Transform = TypeVar("Transform", bound=Stage)
 
 
 def last_stage(codec: Codec | None, kind: type[Transform], shares: bool, said: str) -> tuple[str, Transform] | None:
@@ -268,16 +269,10 @@ def predicted(quantizer: ComponentQuantizer, spectrum: Tensor, widths: Tensor) -
     return float((spectrum.double() * errors[widths.long()]).sum() / 2)
 
 
-FEW = 4
-"""Observations for each number that is fitted (tokens for each channel), below which there is a warning."""
-
-_kept: Kept[dict[Place, JointMoments]] = {}
-
-
 def fit_components(
     loaded: LoadedModel,
     codecs: Mapping[Place, Codec],
-    windows: Int[Tensor, "samples length"],
+    windows: TextWindows,
     settings: CalibrationConfig,
     both: bool = False,
 ) -> tuple[dict[Place, Tables], float]:
@@ -303,7 +298,7 @@ def fit_components(
 
 
 def _check_tokens(
-    windows: Tensor,
+    windows: TextWindows,
     settings: CalibrationConfig,
     codecs: Mapping[Place, Codec],
     moments: Mapping[Place, JointMoments],

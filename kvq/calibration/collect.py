@@ -30,8 +30,14 @@ LOGIT_CHUNK = 256
 """Positions whose logits are in memory at once."""
 Place = tuple[str, int]
 """A side and the index of a layer."""
+TextWindows = Int[Tensor, "samples length"]
+"""Tokens of the calibration text."""
+SeeStates = Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor]]
+"""Gets the index of a layer and its keys and values, and returns those that take their place."""
 Made = TypeVar("Made")
 TOKENS_STREAM = 0x746F6B65
+Kept = dict[tuple[object, ...], tuple[Made, float]]
+"""The last thing that was collected, by what it was collected from, with the seconds that it took."""
 
 
 @dataclass
@@ -73,7 +79,7 @@ class LayerStates:
 class _StatesTap(DynamicCache):
     """A cache that passes the states of every update through `see`; layers are numbered among those with keys."""
 
-    def __init__(self, config: Any, see: Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor]]) -> None:
+    def __init__(self, config: Any, see: SeeStates) -> None:
         super().__init__(config=config)
         self._see, self._places = see, places_of(config.get_text_config())
 
@@ -82,12 +88,7 @@ class _StatesTap(DynamicCache):
         return super().update(*states, layer_idx, *args, **kwargs)
 
 
-def compute_loss(
-    loaded: LoadedModel,
-    tokens: Int[Tensor, " tokens"],
-    see: Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor]],
-    backward: bool,
-) -> float:
+def compute_loss(loaded: LoadedModel, tokens: Int[Tensor, " tokens"], see: SeeStates, backward: bool) -> float:
     """Summed negative log-likelihood of a window in nats, through a cache that sees all states, and its gradients.
 
     Logits are computed and differentiated `LOGIT_CHUNK` positions at a time. The weights get no gradients.
@@ -170,10 +171,6 @@ class _Pieces(dict[str, list[Tensor]]):
         self.setdefault(name, []).append(part.detach()[0].index_select(-2, positions.to(part.device)).cpu())
 
 
-Kept = dict[tuple[object, ...], tuple[Made, float]]
-"""The last thing that was collected, by what it was collected from, with the seconds that it took."""
-
-
 def made_once(
     kept: Kept[Made], name: tuple[object, ...], make: Callable[[], Made], fits: Callable[[Made], bool] = lambda _: True
 ) -> tuple[Made, float]:
@@ -199,7 +196,7 @@ def text_name(loaded: LoadedModel, windows: Tensor, settings: CalibrationConfig)
 
 
 def drawn_positions(
-    windows: Int[Tensor, "samples length"], tokens: int | None, seed: int
+    windows: TextWindows, tokens: int | None, seed: int
 ) -> Iterator[tuple[Int[Tensor, " length"], Int[Tensor, " kept"]]]:
     """Each window with the ascending positions of it that count, about `tokens` in all (None: all), drawn by `seed`."""
     generator = torch.Generator().manual_seed(seed ^ TOKENS_STREAM)
@@ -211,7 +208,7 @@ def drawn_positions(
 
 def collect_states(
     loaded: LoadedModel,
-    windows: Int[Tensor, "samples length"],
+    windows: TextWindows,
     tokens: int | None,
     gradients: bool,
     seed: int,

@@ -35,6 +35,9 @@ from kvq.results.record import versions_of_parts
 
 _LENGTHS = {"32k": 2**15, "1m": 2**20}
 """Sequence lengths for which metrics state the bits of tables, besides the measured length."""
+FOLDER = "calibration"
+_NOT_FITTED = ("sink_tokens", "kept_keys")  # settings of a method that no table depends on
+_FORMAT = "kvq-calibration-2"
 
 
 @dataclass(frozen=True)
@@ -136,11 +139,6 @@ def bind_tables(method: Method, calibration: Calibration, model: str, head_dims:
             codecs.append(None if layer in kept else bind_codec(its_codec, tables, held, dim))
         bound[side] = codecs
     return dataclasses.replace(method, bound=bound)
-
-
-FOLDER = "calibration"
-_NOT_FITTED = ("sink_tokens", "kept_keys")
-_FORMAT = "kvq-calibration-2"
 
 
 def file_of(inputs: Inputs) -> Path:

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from jaxtyping import Int
 from torch import Tensor, nn
 from tqdm import tqdm
 
@@ -19,6 +18,7 @@ from kvq.calibration.collect import (
     Kept,
     LayerStates,
     Place,
+    TextWindows,
     collect_states,
     compute_loss,
     drawn_positions,
@@ -39,6 +39,9 @@ from kvq.models.load import LoadedModel
 from kvq.models.weights import weights_name
 from kvq.results.provenance import PeakMemory
 
+_KEPT_BYTES = 2**30  # of states, that are kept for the next methods of a sweep at most
+_kept: Kept[dict[int, LayerStates]] = {}
+
 
 def learned_rotation(codec: Codec | None) -> tuple[str, LearnedRotation] | None:
     """The learned stage and its name; None: there is none."""
@@ -50,12 +53,7 @@ def learned_rotation(codec: Codec | None) -> tuple[str, LearnedRotation] | None:
     return None
 
 
-def learn(
-    loaded: LoadedModel,
-    method: Method,
-    windows: Int[Tensor, "samples length"],
-    head_dims: list[int],
-) -> dict[str, Tensor]:
+def learn(loaded: LoadedModel, method: Method, windows: TextWindows, head_dims: list[int]) -> dict[str, Tensor]:
     """The tables of the learned rotations of values in every layer, `value.<layer>.<stage>.rotation`.
 
     Each step updates all layers on one window. Values are quantized as the codec does after its rotation, each token
@@ -93,17 +91,8 @@ def learn(
     return {f"value.{index}.{name}.rotation": rotation.float() for index, rotation in rotations.items()}
 
 
-_KEPT_BYTES = 2**30
-_kept: Kept[dict[int, LayerStates]] = {}
-
-
 @isolated()
-def calibrate(
-    loaded: LoadedModel,
-    method: Method,
-    windows: Int[Tensor, "samples length"],
-    settings: CalibrationConfig,
-) -> Calibration:
+def calibrate(loaded: LoadedModel, method: Method, windows: TextWindows, settings: CalibrationConfig) -> Calibration:
     """Fit a method's tables to a model on windows of text. Methods of a sweep share states that are small enough."""
     start, memory = time.perf_counter(), PeakMemory(loaded.device)
     head_dims = head_dims_of(loaded.text_config)

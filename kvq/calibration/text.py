@@ -28,6 +28,12 @@ from kvq.models.inputs import Inputs
 WORDS = 13
 """Words of an n-gram, as GPT-3 compares training with test text (arXiv 2005.14165, appendix C)."""
 _MIX = np.uint64(0x9E3779B97F4A7C15)
+_WINDOWS_STREAM = 0x63616C69
+"""Separates the draw of windows from other uses of the same seed."""
+MIXED = "+"
+"""Between the names of the texts of a mixture."""
+_FILES = "text"
+"""The data set that a path stands for."""
 
 
 def ngrams(texts: Iterable[str]) -> UInt64[np.ndarray, " distinct"]:
@@ -53,20 +59,16 @@ def shared_ngrams(one: Iterable[str], other: Iterable[str]) -> float:
     return len(np.intersect1d(mine, theirs, assume_unique=True)) / fewer if fewer else 0.0
 
 
-_WINDOWS_STREAM = 0x63616C69
-"""Separates the draw of windows from other uses of the same seed."""
-MIXED = "+"
-"""Between the names of the texts of a mixture."""
-_FILES = "text"
-"""The data set that a path stands for."""
-
-
 @dataclass(frozen=True)
 class CalibrationText:
-    """Windows to calibrate on; `fingerprint` (sha256, hex) is that of their tokens."""
+    """Windows of tokens to calibrate on."""
 
     windows: Int[Tensor, "samples length"]
-    fingerprint: str
+
+    @functools.cached_property
+    def fingerprint(self) -> str:
+        """SHA-256 (hex) of the tokens."""
+        return hashlib.sha256(self.windows.numpy().tobytes()).hexdigest()
 
 
 def parts_of(config: CalibrationConfig) -> list[CalibrationConfig]:
@@ -137,12 +139,7 @@ def calibration_text(
             f"{config.length} tokens"
         )
     generator = torch.Generator().manual_seed(config.seed ^ _WINDOWS_STREAM)
-    chosen = windows[torch.randperm(len(windows), generator=generator)[: config.samples]]
-    return CalibrationText(chosen, _fingerprint(chosen))
-
-
-def _fingerprint(windows: Int[Tensor, "samples length"]) -> str:
-    return hashlib.sha256(windows.numpy().tobytes()).hexdigest()
+    return CalibrationText(windows[torch.randperm(len(windows), generator=generator)[: config.samples]])
 
 
 def load_text(inputs: Inputs) -> CalibrationText | None:
@@ -162,8 +159,7 @@ def load_text(inputs: Inputs) -> CalibrationText | None:
     def made() -> CalibrationText:
         parts = parts_of(settings)
         texts = [calibration_text(part, inputs.tokenizer, inputs.bos, tokens(part)) for part in parts]
-        windows = torch.cat([text.windows for text in texts])
-        return CalibrationText(windows, _fingerprint(windows))
+        return CalibrationText(torch.cat([text.windows for text in texts]))
 
     return inputs.shared("calibration text", repr((settings, model)), made)
 

@@ -1,11 +1,6 @@
 """Tensor maths of quantization: packing, stages, quantizers and the chain that joins them. No transformers here."""
 
-from kvq.codecs.block_formats import (
-    Float8Quantizer,
-    HalfAwayQuantizer,
-    LevelsQuantizer,
-    SignedMaxQuantizer,
-)
+from kvq.codecs.block_formats import Float8Quantizer, HalfAwayQuantizer, LevelsQuantizer, SignedMaxQuantizer
 from kvq.codecs.calibrated import (
     Calibrated,
     JointTransform,

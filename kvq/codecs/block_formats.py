@@ -140,7 +140,7 @@ class LevelsQuantizer(CodeQuantizer):
     attended_as = "states"
 
     def __init__(
-        self, levels: Sequence[float], group_size: int | None = None, refit: bool = True, least: float = 1e-15
+        self, levels: Sequence[float | int], group_size: int | None = None, refit: bool = True, least: float = 1e-15
     ) -> None:
         ascending = all(low < high for low, high in itertools.pairwise(levels))
         if not (2 <= len(levels) <= 256 and ascending and levels[0] < 0):

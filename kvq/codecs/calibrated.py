@@ -13,11 +13,13 @@ from torch import Tensor
 
 from kvq.codecs.codec import Codec
 from kvq.codecs.quantizers import Quantizer, with_prefix, without_prefix
-from kvq.codecs.stages import Rope, Side, Stage
+from kvq.codecs.stages import Rope, Side, Stage, rope_argument
 from kvq.errors import ConfigError, Unsupported
 
 Tables = dict[str, Tensor]
 States = Float[Tensor, "heads tokens head_dim"]
+Components = Float[Tensor, "*lead tokens n"]
+"""Of all heads of a token, n in all."""
 Moments = Float[Tensor, "heads head_dim head_dim"]
 QUANTIZER = "quantizer"
 """Name of the quantizer among a codec's calibrated parts; stages have their own names."""
@@ -146,9 +148,8 @@ def fit_codec(
             weighted = any(calibrated_parts(codec)[later].wants_gradients for later in left)
             if not (part.orthogonal or getattr(part, "rotates_tokens", False)) and (weighted or part.token_group != 1):
                 raise ConfigError(f"stage '{name}': only rotations may precede a calibrated part")
-            turned = {"rope": rope} if part.uses_rope else {}
-            x = part.forward(x, **turned)[0]
-            gradients = None if gradients is None else part.forward(gradients, **turned)[0]
+            x = part.forward(x, **rope_argument(part, rope))[0]
+            gradients = None if gradients is None else part.forward(gradients, **rope_argument(part, rope))[0]
             before.append(part)
     return tables
 
@@ -167,9 +168,7 @@ class JointTransform(Calibrated, Stage):
         """The m components that are stored, of states `like` these, less their mean."""
 
     @abc.abstractmethod
-    def _states(
-        self, components: Float[Tensor, "*lead tokens n"], like: Tensor, some: slice
-    ) -> Float[Tensor, "*lead tokens channels"]:
+    def _states(self, components: Components, like: Tensor, some: slice) -> Float[Tensor, "*lead tokens channels"]:
         """Channels `some`, of all heads in a row, of states `like` these less their mean; only the first m components,
         those that are stored, are read."""
 

@@ -16,8 +16,6 @@ from kvq.codecs.split import TwoWaySplit
 from kvq.errors import ConfigError, Unsupported, at_least
 
 _BYTE = 255
-
-
 Criterion = Literal["energy", "mean_abs"]
 """What ranks the channels of a block: the sum of their squares, or their mean magnitude (Kitty)."""
 Choice = Literal["mask", "byte"]
@@ -102,7 +100,7 @@ class ChannelSplit(TwoChannelGroups):
             raise ConfigError(f"outliers={outliers}: at most {_BYTE} with stored=byte")
 
     @property
-    def bits(self) -> float | None:
+    def bits(self) -> float | int | None:
         """Bits per code for the channels that are no outliers; None: their quantizer has none."""
         return getattr(self.low.quantizer, "bits", None)
 

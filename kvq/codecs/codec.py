@@ -12,11 +12,15 @@ from torch import Size, Tensor
 
 from kvq.codecs.packed import UNIT, BlockRun, Packed, merge_runs
 from kvq.codecs.quantizers import Gain, Parts, Passthrough, Quantizer, shared_group, to_stored, without_prefix
-from kvq.codecs.stages import Rope, Stage
+from kvq.codecs.stages import Rope, Stage, rope_argument
 from kvq.errors import ConfigError, DataError, Unsupported, did_you_mean, require
 
 _PRODUCTS = (torch.backends.mkldnn.matmul, torch.backends.cuda.matmul)  # type: ignore[attr-defined]
 _FULL = ("none", "ieee")
+Blocks = Float[Tensor, "*lead heads tokens head_dim"]
+States = Float[Tensor, "batch heads tokens head_dim"]
+ELEMENTS_AT_ONCE = 2**24
+"""Elements that are encoded or decoded together, 64 MiB of fp32: no long text has a copy in it; a block may."""
 
 
 @contextmanager
@@ -45,13 +49,6 @@ def isolated(gradients: bool = False) -> Iterator[None]:
                 stack.callback(setattr, products, "fp32_precision", precision)
                 products.fp32_precision = "ieee"
         yield
-
-
-Blocks = Float[Tensor, "*lead heads tokens head_dim"]
-States = Float[Tensor, "batch heads tokens head_dim"]
-
-ELEMENTS_AT_ONCE = 2**24
-"""Elements that are encoded or decoded together, 64 MiB of fp32: no long text has a copy in it; a block may."""
 
 
 class Codec:
@@ -120,7 +117,7 @@ class Codec:
         """One block after all stages, as the quantizer gets it, in the compute dtype."""
         y = x.detach().to(_compute_dtype(x.dtype))
         for _, stage in self.stages:
-            y = stage.forward(y, **_rope_argument(stage, rope))[0]
+            y = stage.forward(y, **rope_argument(stage, rope))[0]
         return y
 
     def check(self, head_dim: int) -> None:
@@ -197,7 +194,7 @@ class Codec:
         y = blocks.to(_compute_dtype(blocks.dtype))
         sides = []
         for _, stage in self.stages:
-            y, side = stage.forward(y, **_rope_argument(stage, rope))
+            y, side = stage.forward(y, **rope_argument(stage, rope))
             sides.append(side)
         parts, factor = self._quantize(y, dtype or blocks.dtype)
         if factor is not None:
@@ -227,7 +224,7 @@ class Codec:
         for name, stage in reversed(self.stages):
             kept = without_prefix(parts, f"{name}.").items()
             side = {key: part.to(dtype) if part.is_floating_point() else part for key, part in kept}
-            y = stage.inverse(y, side, **_rope_argument(stage, rope))
+            y = stage.inverse(y, side, **rope_argument(stage, rope))
         return y
 
 
@@ -259,10 +256,6 @@ def check_nested(codec: Codec, outer: str, binds: bool = False) -> None:
     if codec.stores_lists:
         kind = type(codec).__name__
         raise Unsupported(f"a {outer} takes a kvq.codecs.Codec, not a {kind}: use {kind} for the codec around it")
-
-
-def _rope_argument(stage: Stage, rope: Rope | None) -> dict[str, Rope | None]:
-    return {"rope": rope} if stage.uses_rope else {}
 
 
 def gain_factor(x: Tensor, x_hat: Tensor, gain: Gain) -> Float[Tensor, "*lead tokens 1"]:

@@ -11,24 +11,21 @@ import abc
 import functools
 import math
 from collections.abc import Mapping
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
-import numpy as np
 import torch
-from jaxtyping import Float, UInt8
+from jaxtyping import Float
 from torch import Size, Tensor
 
 from kvq.codecs import trellis
 from kvq.codecs.calibrated import Calibrated
 from kvq.codecs.levels import nearest_level
-from kvq.codecs.lloyd_max import cells, optimal_levels
+from kvq.codecs.lloyd_max import cells, codebook, optimal_levels
 from kvq.codecs.quantizers import Parts, Quantizer, checked_choice
-from kvq.codecs.trellis import WIDEST, Layout, values_of, write
+from kvq.codecs.trellis import WIDEST, Layout, Rows, Strings, values_of, write
 from kvq.errors import ConfigError, Unsupported, require, within
 
 _FARTHEST = 64.0  # deviations, beyond which components are cut: far behind the last level
-
-
 Widths = Literal["equal", "pooled", "own"]
 """Who shares bits: `equal`: every component has the same; `pooled`: all components of all layers and sides of a
 model share a budget; `own`: those of one layer and side do.
@@ -91,8 +88,7 @@ class ComponentQuantizer(Calibrated, Quantizer):
         """Mean squared error on N(0, 1) at 0, 1, ... bits."""
 
     def bind(self, tables: Mapping[str, Tensor] | None, heads: int, head_dim: int) -> Calibrated:
-        other = super().bind(tables, heads, head_dim)
-        assert isinstance(other, ComponentQuantizer)
+        other: Any = super().bind(tables, heads, head_dim)
         other._layouts = {}
         return other
 
@@ -134,15 +130,11 @@ class ComponentQuantizer(Calibrated, Quantizer):
         return flat.view(*shape[:-3], shape[-2], shape[-3], shape[-1]).transpose(-3, -2)
 
     @abc.abstractmethod
-    def strings(
-        self, x: Float[Tensor, "rows components"], weights: Float[Tensor, " components"], layout: Layout
-    ) -> UInt8[Tensor, "rows nbytes"]:
+    def strings(self, x: Rows, weights: Float[Tensor, " components"], layout: Layout) -> Strings:
         """Quantize each row and pack its codes into one bit string."""
 
     @abc.abstractmethod
-    def levels(
-        self, strings: UInt8[Tensor, "rows nbytes"], layout: Layout, dtype: torch.dtype
-    ) -> Float[Tensor, "rows components"]:
+    def levels(self, strings: Strings, layout: Layout, dtype: torch.dtype) -> Rows:
         """Unpack and dequantize bit strings."""
 
 
@@ -228,19 +220,12 @@ def _factors(
     return torch.tensor(grown, dtype=torch.float64) * scale
 
 
-@functools.cache
-def normal_levels(width: int) -> Float[Tensor, " levels"]:
-    """Lloyd-Max levels of N(0, 1) in fp64."""
-    half = optimal_levels(width, math.inf)
-    return torch.from_numpy(np.concatenate([-half[::-1], half]))
-
-
 @functools.lru_cache(maxsize=16)
 def _books(dtype: torch.dtype, device: torch.device) -> Float[Tensor, "widths levels"]:
-    """`normal_levels` at 1 to 8 bits, rows padded with zeros."""
+    """Lloyd-Max levels of N(0, 1) at 1 to 8 bits, rows padded with zeros."""
     out = torch.zeros(WIDEST, 2**WIDEST, dtype=torch.float64)
     for width in range(1, WIDEST + 1):
-        out[width - 1, : 2**width] = normal_levels(width)
+        out[width - 1, : 2**width] = torch.from_numpy(codebook(width, math.inf))
     return out.to(device, dtype)
 
 

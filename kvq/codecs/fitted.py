@@ -21,6 +21,8 @@ MAX_BITS = 8
 INDICES = 2**16
 TOGETHER = 32
 """Tokens whose outliers share a list; they leave a sliding residual in groups of this size."""
+RotationStart = Literal["random_hadamard", "hadamard"]
+"""The starting point of learning: a Hadamard matrix, with random signs of its rows (as released) or without."""
 
 
 class NonUniformQuantizer(Calibrated, Quantizer):
@@ -106,19 +108,16 @@ class NonUniformQuantizer(Calibrated, Quantizer):
 
     def encode(self, x: Float[Tensor, "*lead heads tokens dim"], dtype: torch.dtype) -> Parts:
         parts: Parts = {}
-        levels, mask = self.table("levels", x), None
         if self.axis == "per_channel":
             center, reach = self.table("center", x), self.table("reach", x)
-            scaled = (x - center) / reach.masked_fill(reach == 0, 1)
-            if self.outliers:
-                mask = _join_heads((x < center - reach) | (x > center + reach))
+            mask = _join_heads((x < center - reach) | (x > center + reach)) if self.outliers else None
         else:
             center, reach, mask = self._online(x)
-            scaled = (x - center) / reach.masked_fill(reach == 0, 1)
             parts = {name: to_stored(part, torch.float16) for name, part in (("center", center), ("reach", reach))}
         if mask is not None:
             parts |= self._outlier_parts(_join_heads(x), mask)
-        return pack_parts(nearest_level(scaled, _midpoints(levels)), self.bits) | parts
+        scaled = (x - center) / reach.masked_fill(reach == 0, 1)
+        return pack_parts(nearest_level(scaled, _midpoints(self.table("levels", x))), self.bits) | parts
 
     def _outlier_parts(self, flat: Tensor, mask: Tensor) -> Parts:
         """The stored `outlier.*` parts (see the class) of the masked entries of `flat` `[..., tokens, width]`."""
@@ -179,10 +178,6 @@ def quantiles(x: Float[Tensor, "*lead n"], share: float) -> tuple[Tensor, Tensor
     ends = (ordered, ordered.flip(-1))
     first, last = (torch.lerp(end[..., low : low + 1], end[..., high : high + 1], at - low) for end in ends)
     return first, last
-
-
-RotationStart = Literal["random_hadamard", "hadamard"]
-"""The starting point of learning: a Hadamard matrix, with random signs of its rows (as released) or without."""
 
 
 class TableRotation(Calibrated, Stage):

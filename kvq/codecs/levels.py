@@ -13,8 +13,19 @@ from scipy import optimize
 from torch import Tensor
 
 Array = NDArray[np.float64]
+Points = Float[Tensor, "sets rows channels"]
+Weights = Float[Tensor, "sets rows"]
+Centroids = Float[Tensor, "sets count channels"]
+"""Sets are fitted and searched apart; each of its rows is a vector of so many channels."""
 _COMPARED = 8  # up to so many thresholds, a sum of comparisons is faster than a binary search
 _RESIDUAL = 1e-10  # largest distance of a level from its centroid
+_SCORES = 2**19  # of rows by centroids that exist at once: 2 MiB in fp32
+_BINS = 2**16  # that many values in one dimension are replaced by the means of so many bins
+_STARTS = 4  # of k-means in one dimension; the best is kept
+_REACHED = 1e-4  # relative change of the error below which Lloyd's iterations stop
+_TINY = 1e-30  # a row of zeros counts as this large
+_CLIPS = (1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3)
+"""Of a row's largest magnitude, those that are tried as the end of its levels."""
 
 
 def nearest_level(x: Float[Tensor, "*shape"], middles: Float[Tensor, " _thresholds"]) -> UInt8[Tensor, "*shape"]:
@@ -50,12 +61,6 @@ def fixed_point(centroids: Callable[[Array], Array], start: Array) -> Array:
     return levels
 
 
-_SCORES = 2**19  # that exist at once: 2 MiB in fp32
-_BINS = 2**16
-_STARTS = 4  # of k-means in one dimension; the best is kept
-_REACHED = 1e-4  # relative change of the error below which iterating stops
-
-
 def levels_1d(values: Float[Tensor, " n"], weights: Float[Tensor, " n"], count: int, seed: int) -> Tensor:
     """`count` ascending centroids in fp64 of all values; of fewer distinct values the last is repeated.
 
@@ -86,9 +91,7 @@ def levels_1d(values: Float[Tensor, " n"], weights: Float[Tensor, " n"], count: 
     return torch.from_numpy(levels)
 
 
-def nearest(
-    points: Float[Tensor, "sets rows channels"], centroids: Float[Tensor, "sets count channels"]
-) -> Float[Tensor, "sets rows"] | Tensor:
+def nearest(points: Points, centroids: Centroids) -> Int[Tensor, "sets rows"]:
     """Index of the nearest centroid (L2) of the same set, computed in tiles to bound memory."""
     sets, rows, _ = points.shape
     count = centroids.shape[1]
@@ -111,13 +114,7 @@ def tiles(sets: int, rows: int, room: int, device: torch.device) -> Iterator[tup
             yield slice(first, first + together), slice(start, start + tile)
 
 
-def codebooks(
-    points: Float[Tensor, "sets rows channels"],
-    weights: Float[Tensor, "sets rows"],
-    count: int,
-    iterations: int,
-    seed: int,
-) -> Float[Tensor, "sets count channels"]:
+def codebooks(points: Points, weights: Weights, count: int, iterations: int, seed: int) -> Centroids:
     """Centroids that minimise the weighted squared error of each set: greedy k-means++, then Lloyd's iterations.
 
     Lloyd's iterations end after `iterations`, or when no set's error falls by more than 1e-4 of itself. A centroid
@@ -142,11 +139,7 @@ def codebooks(
     return torch.cat(out)
 
 
-def _kmeans_plus_plus(
-    points: Float[Tensor, "sets rows channels"],
-    weights: Float[Tensor, "sets rows"],
-    drawn: Float[Tensor, "sets count trials"],
-) -> Float[Tensor, "sets count channels"]:
+def _kmeans_plus_plus(points: Points, weights: Weights, drawn: Float[Tensor, "sets count trials"]) -> Centroids:
     """Rows to begin with: each the one of `trials`, drawn by weighted squared distance, that lowers the error most."""
     sets, rows, channels = points.shape
     count = drawn.shape[1]
@@ -172,12 +165,7 @@ def _kmeans_plus_plus(
     return points.gather(1, chosen[..., None].expand(-1, -1, channels))
 
 
-def _lloyd(
-    points: Float[Tensor, "sets rows channels"],
-    weights: Float[Tensor, "sets rows"],
-    centroids: Float[Tensor, "sets count channels"],
-    iterations: int,
-) -> Float[Tensor, "sets count channels"]:
+def _lloyd(points: Points, weights: Weights, centroids: Centroids, iterations: int) -> Centroids:
     sets, count, channels = centroids.shape
     weighted = torch.cat([points * weights[..., None], weights[..., None]], -1)
     offset = torch.arange(sets, device=points.device)[:, None] * count
@@ -203,11 +191,6 @@ def _sums(index: Tensor, rows: Tensor, count: int) -> Tensor:
     ends = torch.searchsorted(index[order], torch.arange(count + 1, device=index.device))
     running = torch.nn.functional.pad(rows[order].double().cumsum(0), (0, 0, 1, 0))
     return (running[ends[1:]] - running[ends[:-1]]).to(rows.dtype)
-
-
-_TINY = 1e-30
-_CLIPS = (1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3)
-"""Of a row's largest magnitude, those that are tried as the end of its levels."""
 
 
 def best_row_steps(rows: Float[Tensor, "m n"], bits: Int[Tensor, " m"]) -> Float[Tensor, "m 1"]:

@@ -21,6 +21,12 @@ from kvq.errors import Unsupported, at_least, check_seed, require
 
 MAX_BITS = 8
 _TIE = 2.0**-11  # of the states' machine epsilon: far above the rounding of a rotation, far below that of the states
+_SAMPLES = 100_000  # of a coordinate, as in print
+_SUPPORT = 0.999  # of |T| lies within evenly spaced levels
+Start = Literal["even", "quantile", "kmeans_plus_plus"]
+"""Levels to begin with: evenly spaced or equally probable ones, or draws by squared distance."""
+Sketch = Literal["gaussian", "orthogonal"]
+"""Rows of the sketch: independent Gaussians (QJL, TurboQuant), or orthogonal directions of the same length."""
 
 
 def tail(t: Array, dim: float | int) -> Array:
@@ -75,18 +81,18 @@ def quantile(p: Array, dim: float | int) -> Array:
     return np.sqrt(special.betaincinv(0.5, (dim - 1) / 2, p))
 
 
-def codebook(bits: int, dim: int) -> Array:
-    """The codebook with 2^bits levels, ascending, of a coordinate of a uniform unit vector."""
+def codebook(bits: int, dim: float | int) -> Array:
+    """The least-error codebook with 2^bits levels, ascending, of a coordinate of a uniform unit vector."""
     half = optimal_levels(bits, dim)
     return np.concatenate([-half[::-1], half])
 
 
 @lru_cache(maxsize=128)
 def _tables(
-    made: Callable[..., Array], given: tuple[Any, ...], dtype: torch.dtype, device: torch.device
+    make: Callable[..., Array], arguments: tuple[Any, ...], dtype: torch.dtype, device: torch.device
 ) -> tuple[Tensor, Tensor]:
-    """Levels and thresholds of a codebook, `made(*given)`."""
-    levels = made(*given)
+    """Levels and thresholds of the codebook `make(*arguments)`."""
+    levels = make(*arguments)
     middles = (levels[1:] + levels[:-1]) / 2
     return tuple(torch.from_numpy(part).to(device, dtype) for part in (levels, middles))  # type: ignore[return-value]
 
@@ -97,7 +103,7 @@ class CodebookQuantizer(CodeQuantizer):
     Args:
         bits, gain: as `LloydMaxQuantizer`.
         unit: decoded tokens are scaled to norm 1.
-        made, given: a function of the bits, the channels and `given` to the levels, ascending.
+        make, arguments: `make(bits, channels, *arguments)` gives the levels, ascending.
 
     Stores `codes.<plane>`; expects tokens of norm 1 (`TokenNorm`) whose direction is random (a rotation). A coordinate
     in the middle between two levels goes to the higher one, and so does one below it by a rounding error (`_TIE`), as
@@ -107,15 +113,15 @@ class CodebookQuantizer(CodeQuantizer):
     token_group = 1
 
     def __init__(
-        self, bits: int, gain: Gain | str, made: Callable[..., Array], given: tuple[Any, ...], unit: bool = False
+        self, bits: int, gain: Gain | str, make: Callable[..., Array], arguments: tuple[Any, ...], unit: bool = False
     ) -> None:
         require(1 <= bits <= MAX_BITS, "bits", bits, f"a Lloyd-Max codebook has 1 to {MAX_BITS} bits", Unsupported)
         self.bits, self.gain, self.unit = bits, checked_choice(Gain, gain, "gain"), unit
-        self._made, self._given = made, given
+        self._make, self._arguments = make, arguments
 
     def _tables(self, dim: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
         """Levels and thresholds, of the bits as they are now, which a copy may have raised."""
-        return _tables(self._made, (self.bits, dim, *self._given), dtype, device)
+        return _tables(self._make, (self.bits, dim, *self._arguments), dtype, device)
 
     def check(self, head_dim: int) -> None:
         if head_dim < 3:
@@ -167,14 +173,6 @@ class LloydMaxQuantizer(CodebookQuantizer):
         return more_bits(self, extra, most)
 
 
-_SAMPLES = 100_000  # of a coordinate, as in print
-_SUPPORT = 0.999  # of |T| lies within evenly spaced levels
-
-
-Start = Literal["even", "quantile", "kmeans_plus_plus"]
-"""Levels to begin with: evenly spaced or equally probable ones, or draws by squared distance."""
-
-
 def levels_from(bits: int, dim: int, start: Start, steps: int = 0, seed: int = 5) -> Array:
     """2^bits levels for a coordinate T of a uniform unit vector after `steps` of Lloyd's steps, ascending.
 
@@ -194,7 +192,7 @@ def levels_from(bits: int, dim: int, start: Start, steps: int = 0, seed: int = 5
             distance = np.minimum(distance, (samples - chosen[-1]) ** 2)
         levels = np.sort(chosen)
     elif start == "even":
-        end = float(quantile(np.array(_SUPPORT), dim))
+        end = quantile(np.array([_SUPPORT]), dim).item()
         levels = np.linspace(-end, end, count)
     else:
         half = quantile((2 * np.arange(count // 2) + 1) / count, dim)
@@ -223,10 +221,6 @@ class StartingCodebook(CodebookQuantizer):
         super().__init__(bits, gain, levels_from, (checked_choice(Start, start, "start"), steps, seed))
 
 
-Sketch = Literal["gaussian", "orthogonal"]
-"""Rows of the sketch: independent Gaussians (QJL, TurboQuant), or orthogonal directions of the same length."""
-
-
 class InnerProductQuantizer(CodeQuantizer):
     """TurboQuant-prod: b-1 bits of `LloydMaxQuantizer`, one sign bit per coordinate of S·r for the error r, and |r|.
 
@@ -247,16 +241,10 @@ class InnerProductQuantizer(CodeQuantizer):
     version: ClassVar[int] = 1
     token_group = 1
 
-    def __init__(
-        self,
-        bits: int,
-        sketch: Sketch | str = "gaussian",
-        seed: int = 1,
-        extra_bits: int = 0,
-    ) -> None:
+    def __init__(self, bits: int, sketch: Sketch | str = "gaussian", seed: int = 1, extra_bits: int = 0) -> None:
         self.bits, self.seed = bits + extra_bits, seed
-        said = f"the inner-product form has 2 to {MAX_BITS} bits, one of them for signs"
-        require(2 <= self.bits <= MAX_BITS, "bits", self.bits, said, Unsupported)
+        allowed = f"the inner-product form has 2 to {MAX_BITS} bits, one of them for signs"
+        require(2 <= self.bits <= MAX_BITS, "bits", self.bits, allowed, Unsupported)
         self.sketch: Sketch = checked_choice(Sketch, sketch, "sketch")
         self._codes = LloydMaxQuantizer(self.bits - 1)
 

@@ -6,7 +6,7 @@ Delta cache: each token as its difference from the decoded token before it, afte
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from jaxtyping import Bool, Float
@@ -20,6 +20,13 @@ from kvq.codecs.uniform import ScaleDtype
 from kvq.errors import ConfigError, Unsupported, at_least, check_seed
 
 _PROBES, _PROBE_SEED = 256, 2_718_281_829
+Blocks = Float[Tensor, "blocks tokens dim"]
+Factors = tuple[Float[Tensor, "blocks tokens rank"], Float[Tensor, "blocks rank dim"]]
+RANDOMIZED_FROM = 64
+"""Tokens of a block from which on a randomized decomposition is used (KVQuant++)."""
+_PREFIX = "base."  # of the parts of the codec that is corrected
+Svd = Literal["exact", "randomized"]
+"""How the largest singular vectors are found: LAPACK's full decomposition, or `torch.svd_lowrank`."""
 
 
 class DeltaQuantizer(Quantizer):
@@ -63,7 +70,7 @@ class DeltaQuantizer(Quantizer):
         self.anchor_dtype: torch.dtype | None = None if name is None else getattr(torch, name)
 
     @property
-    def bits(self) -> float | None:
+    def bits(self) -> float | int | None:
         """Bits per code of a difference; None: its quantizer has none."""
         return getattr(self.codec.quantizer, "bits", None)
 
@@ -107,20 +114,19 @@ class DeltaQuantizer(Quantizer):
                 size, limit = (torch.linalg.vector_norm(one, dim=-1, keepdim=True) for one in (delta, token))
                 far.append(size > self.anchor_threshold * limit)
                 decoded = torch.where(far[-1], to_stored(token, dtype).to(x.dtype), decoded)
-        # A block of anchors has the same parts without rows.
-        none = [] if steps else [self.codec.encode_block(torch.zeros_like(x[..., :1, :]))]
-        joined = {name: torch.cat([step[name] for step in steps or none], -2) for name in (steps or none)[0]}
         if steps:
+            joined = {name: torch.cat([step[name] for step in steps], -2) for name in steps[0]}
             joined = pack_tokens(joined, self.codec.token_widths(x.shape[-3], x.shape[-1], x))
-        else:
-            joined = {name: part[..., :0, :] for name, part in joined.items()}
+        else:  # a block of anchors has the same parts without rows
+            one = self.codec.encode_block(torch.zeros_like(x[..., :1, :]))
+            joined = {name: part[..., :0, :] for name, part in one.items()}
         parts = {"anchors": torch.cat(anchors, -2)} | with_prefix(joined, "delta.")
         if self.variable_rows:
             rest = [at for at, regular in enumerate(self._anchors(x.shape[-2])) if not regular]
             mask = torch.cat([x.new_zeros(*x.shape[:-2], 0, 1, dtype=torch.bool), *far], -2)
             flags = mask.to(torch.uint8)
-            parts |= {"far": pack(flags, 1)[0] if far else flags}
-            parts |= {"far.anchors": _gather_masked(to_stored(x, dtype), rest, mask)}
+            parts["far"] = pack(flags, 1)[0] if far else flags
+            parts["far.anchors"] = _gather_masked(to_stored(x, dtype), rest, mask)
         return parts
 
     def decode(self, parts: Parts, shape: Size, dtype: torch.dtype) -> Float[Tensor, "*lead heads tokens dim"]:
@@ -173,17 +179,6 @@ def _scatter_masked(entries: Tensor, mask: Tensor) -> Float[Tensor, "*lead heads
     return flat.unflatten(-2, mask.shape[-3:-1])
 
 
-Blocks = Float[Tensor, "blocks tokens dim"]
-Factors = tuple[Float[Tensor, "blocks tokens rank"], Float[Tensor, "blocks rank dim"]]
-RANDOMIZED_FROM = 64
-"""Tokens of a block from which on a randomized decomposition is used (KVQuant++)."""
-_PREFIX = "base."
-
-
-Svd = Literal["exact", "randomized"]
-"""How the largest singular vectors are found: LAPACK's full decomposition, or `torch.svd_lowrank`."""
-
-
 class LowRankCorrection(Calibrated, Quantizer):
     """A codec, and for each head of a block the largest singular vectors of its error R = x - x̂.
 
@@ -230,7 +225,7 @@ class LowRankCorrection(Calibrated, Quantizer):
         self.below = below
 
     @property
-    def bits(self) -> float | None:
+    def bits(self) -> float | int | None:
         """Bits per code of the base codec's quantizer; None: it has none."""
         return getattr(self.base.quantizer, "bits", None)
 
@@ -250,8 +245,7 @@ class LowRankCorrection(Calibrated, Quantizer):
         return fit_codec(self.base, x, gradients, None, seed, moments)
 
     def bind(self, tables: Mapping[str, Tensor] | None, heads: int, head_dim: int) -> Calibrated:
-        other = super().bind(tables, heads, head_dim)
-        assert isinstance(other, LowRankCorrection)
+        other: Any = super().bind(tables, heads, head_dim)
         other.base = bind_codec(self.base, tables, heads, head_dim)
         return other
 

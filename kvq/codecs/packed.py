@@ -25,6 +25,10 @@ from kvq.errors import ConfigError
 
 MAX_BITS = 16
 _WIDTHS = (8, 4, 2, 1)
+UNIT = 32
+"""Tokens of a unit; a multiple of 8, because 8 one-bit codes share a byte."""
+PLANES = (1, 2, 4)
+"""Widths of planes in which consecutive tokens share bytes."""
 
 
 def plane_widths(bits: int) -> tuple[int, ...]:
@@ -102,12 +106,6 @@ def _unpack_plane(plane: Tensor, width: int, tokens: int) -> Tensor:
     return out.flatten(-3, -2)[..., :tokens, :]
 
 
-UNIT = 32
-"""Tokens of a unit; a multiple of 8, because 8 one-bit codes share a byte."""
-PLANES = (1, 2, 4)
-"""Widths of planes in which consecutive tokens share bytes."""
-
-
 @dataclass(frozen=True)
 class BlockRun:
     """`count` consecutive blocks of `tokens` tokens each; `rows[name]` rows of part `name` belong to each block."""
@@ -173,6 +171,11 @@ class Packed:
                 runs.append(dataclasses.replace(run, count=run.count - count))
         parts = {name: part[:, :, start[name] :] for name, part in self.parts.items()}
         return dataclasses.replace(self, parts=parts, runs=tuple(runs))
+
+    def select(self, index: Tensor) -> Packed:
+        """The same blocks for the batch entries `index` (beam search, repeats)."""
+        parts = {name: part.index_select(0, index.to(part.device)) for name, part in self.parts.items()}
+        return dataclasses.replace(self, parts=parts, batch=int(index.numel()))
 
     @property
     def token_widths(self) -> dict[str, int]:
@@ -277,9 +280,8 @@ class PackedStore:
     @property
     def packed(self) -> Packed:
         """Everything held, as one `Packed` whose parts are views."""
-        return dataclasses.replace(
-            self._meta, parts={name: part.view for name, part in self._parts.items()}, runs=self._runs
-        )
+        views = {name: part.view for name, part in self._parts.items()}
+        return dataclasses.replace(self._meta, parts=views, runs=self._runs)
 
     def fork(self) -> PackedStore:
         """A copy that shares the rows written so far."""
@@ -288,10 +290,7 @@ class PackedStore:
         return other
 
     def select(self, index: Tensor) -> PackedStore:
-        """The same blocks for the batch entries `index` (beam search, repeats)."""
-        packed = self.packed
-        parts = {name: part.index_select(0, index.to(part.device)) for name, part in packed.parts.items()}
-        return PackedStore(dataclasses.replace(packed, parts=parts, batch=int(index.numel())))
+        return PackedStore(self.packed.select(index))
 
 
 def unpack_tokens(parts: Mapping[str, Tensor], widths: Mapping[str, int], tokens: int) -> dict[str, Tensor]:

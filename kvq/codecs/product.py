@@ -20,6 +20,8 @@ from kvq.codecs.quantizers import Parts, Quantizer, to_stored
 from kvq.codecs.stages import Rope, Stage
 from kvq.errors import ConfigError, Unsupported, at_least, check_choice, check_seed
 
+_BOOK = "codebook"  # the part that holds codebooks
+
 
 class GroupedIndices(Quantizer):
     """`channels` contiguous channels share one `code_bits`-bit index into centroids."""
@@ -126,9 +128,6 @@ class CoupledQuantizer(Calibrated, GroupedIndices):
         codes = unpack_parts(parts, self.code_bits, shape[-2])
         like = torch.empty(shape[-3], 0, shape[-1], dtype=dtype, device=codes.device)
         return self.centroids_of(codes, self._centroids(like))
-
-
-_BOOK = "codebook"
 
 
 class ProductQuantizer(GroupedIndices):

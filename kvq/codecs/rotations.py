@@ -26,6 +26,11 @@ _FEWEST_ROWS = 8  # of a matrix product; MKL has other code for 1 to 3
 _NEAR = 1 - 1e-9  # entries of a vector that are that large, relative to the largest, count as equal
 _PALEY = {12: 11, 20: 19, 28: 13}
 """Order -> the prime q of its construction: I (q = 3 mod 4) of order q + 1, II (q = 1 mod 4) of order 2 (q + 1)."""
+Draw = Literal["integer", "bernoulli", "flips"]
+"""How a random sign is drawn from torch's generator: an integer below 2, or a Bernoulli variable (vLLM).
+
+1 is a plus; of `flips` (vLLM's Octave), an integer too, it is a minus.
+"""
 
 
 def has_hadamard(order: int) -> bool:
@@ -161,13 +166,6 @@ class Hadamard(Rotation):
         return x if self.normalized else x / self.block_size(y.shape[-1])
 
 
-Draw = Literal["integer", "bernoulli", "flips"]
-"""How a random sign is drawn from torch's generator: an integer below 2, or a Bernoulli variable (vLLM).
-
-1 is a plus; of `flips` (vLLM's Octave), an integer too, it is a minus.
-"""
-
-
 class RandomizedHadamard(Hadamard):
     """A fixed random sign per channel, then `Hadamard` (RHT). `seed` is independent of data seeds.
 
@@ -248,9 +246,7 @@ def fix_signs(vectors: Float[Tensor, "*lead n count"]) -> Float[Tensor, "*lead n
     return vectors * vectors.gather(-2, first).sign()
 
 
-def eigenvectors(
-    matrix: Float[Tensor, "*lead n n"],
-) -> tuple[Float[Tensor, "*lead n"], Float[Tensor, "*lead n n"]]:
+def eigenvectors(matrix: Float[Tensor, "*lead n n"]) -> tuple[Float[Tensor, "*lead n"], Float[Tensor, "*lead n n"]]:
     """Eigenvalues of symmetric matrices, ascending, and the eigenvectors as columns, with signs by `fix_signs`.
 
     Eigenvalues that rounding does not tell apart, n ε times the largest, share a space. Its basis is what Gram-Schmidt

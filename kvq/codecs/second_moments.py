@@ -12,7 +12,7 @@ import torch
 from jaxtyping import Float, Int, UInt8
 from torch import Tensor
 
-from kvq.codecs.calibrated import JointTransform, Tables
+from kvq.codecs.calibrated import Components, JointTransform, Tables
 from kvq.codecs.levels import best_row_steps, dequantize_rows, pack_rows, quantize_rows, unpack_rows
 from kvq.codecs.quantizers import checked_choice, to_stored
 from kvq.codecs.rotations import eigenvectors, per_block
@@ -24,6 +24,8 @@ FOLDED = "folded_"
 """Begins the names of tables that are part of the model's weights, and are not counted."""
 Metric = Literal["full", "diagonal", "none"]
 """What of the Fisher information F counts: `full`, `diagonal`, or `none`: only its mean (KLT of the states)."""
+LEDOIT_WOLF = "ledoit_wolf"
+"""In the place of a share: the one that the data say."""
 
 
 @dataclass(frozen=True)
@@ -45,10 +47,6 @@ class JointMoments:
     tokens: int
     fourth: float | None = None
     fisher_fourth: float | None = None
-
-
-LEDOIT_WOLF = "ledoit_wolf"
-"""In the place of a share: the one that the data say."""
 
 
 def ledoit_wolf(second: Float[Tensor, "n n"], fourth: float, tokens: int) -> float:
@@ -314,9 +312,7 @@ class FisherTransform(JointTransform):
         found = [per_block(*pair) for pair in zip(parts, matrices, strict=True)]
         return torch.cat(found, -1).index_select(-1, order)
 
-    def _states(
-        self, components: Float[Tensor, "*lead tokens n"], like: Tensor, some: slice
-    ) -> Float[Tensor, "*lead tokens channels"]:
+    def _states(self, components: Components, like: Tensor, some: slice) -> Float[Tensor, "*lead tokens channels"]:
         if self.with_values:  # of a group's rows some are keys and some are values
             places = self._channel_order(components.shape[-1], like.shape[-3]).argsort()[some].to(like.device)
             return self._group_states(components, like, slice(0, components.shape[-1])).index_select(-1, places)

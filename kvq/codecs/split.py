@@ -18,6 +18,10 @@ from kvq.codecs.quantizers import Parts, Quantizer, shared_group, with_prefix, w
 from kvq.codecs.stages import Rope, rope_table
 from kvq.errors import ConfigError, Unsupported, require
 
+TIER_BITS = 2
+"""Stored bits of a token's tier."""
+_WHOLE = "whole"  # the part that holds heads without a codec
+
 
 class Split(Quantizer):
     """Each codec encodes its own group of channels or tokens; parts are `<group>.<name>`.
@@ -109,10 +113,6 @@ class TwoWaySplit(Split):
         return self._decode_groups(parts, 1 - mask, (count, shape[self.axis] - count), shape, dtype)
 
 
-TIER_BITS = 2
-"""Stored bits of a token's tier."""
-
-
 class TokenSplit(TwoWaySplit):
     """One codec for the salient tokens of a block, another for the others; the split is stored as one bit per token.
 
@@ -141,7 +141,7 @@ class TokenSplit(TwoWaySplit):
         """The salient tokens of the blocks that are being encoded, from a policy; None: there is none."""
 
     @property
-    def bits(self) -> float | None:
+    def bits(self) -> float | int | None:
         """The mean of both codecs' bits over tokens; None: one of them has none."""
         more, fewer = (getattr(codec.quantizer, "bits", None) for codec in (self.high, self.low))
         return None if more is None or fewer is None else self.share * more + (1 - self.share) * fewer
@@ -238,9 +238,6 @@ class PlannedCodec(Codec):
             return super().encode_block(blocks, rope, dtype)
         finally:
             self.quantizer.mask = None
-
-
-_WHOLE = "whole"
 
 
 class HeadsCodec(Codec):

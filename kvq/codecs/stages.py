@@ -20,6 +20,13 @@ from kvq.codecs.quantizers import Axis, Parts, check_group, checked_choice, to_s
 from kvq.errors import Unsupported, require
 
 Side = dict[str, Tensor]
+Tokens = Float[Tensor, "*lead tokens dim"]
+Scope = Literal["head", "token"]
+"""The channels that a token's norm covers: those of each head, or those of all heads together."""
+WEISZFELD_STEPS = 32
+"""On blocks of 64 normalized tokens the 32nd step moves the centre by less than fp16 resolves."""
+Center = Literal["mean", "median"]
+"""The vector that is subtracted: the mean of the tokens, or their geometric median."""
 
 
 class Stage(abc.ABC):
@@ -67,6 +74,11 @@ class Stage(abc.ABC):
     def absorb(self, side: Side, factor: Tensor) -> Side:
         """Side information that also scales the decoded token by `factor` `[..., heads, tokens, 1]`."""
         raise NotImplementedError(f"{type(self).__name__} takes no gain")
+
+
+def rope_argument(stage: Stage, rope: Rope | None) -> dict[str, Rope | None]:
+    """The argument of `forward` and `inverse` besides states: `rope`, for stages that use it."""
+    return {"rope": rope} if stage.uses_rope else {}
 
 
 class DoubleQuant:
@@ -122,10 +134,6 @@ class DoubleQuant:
         size = min(self.group_size or length, length)
         step = parts["step"].to(dtype).repeat_interleave(size, -2)[..., :length, :]
         return self._transpose(codes * step)
-
-
-Scope = Literal["head", "token"]
-"""The channels that a token's norm covers: those of each head, or those of all heads together."""
 
 
 class TokenNorm(Stage):
@@ -191,12 +199,6 @@ def decode_side(
     return double_quant.decode(parts, rows, columns, dtype)
 
 
-WEISZFELD_STEPS = 32
-"""On blocks of 64 normalized tokens the 32nd step moves the centre by less than fp16 resolves."""
-Center = Literal["mean", "median"]
-"""The vector that is subtracted: the mean of the tokens, or their geometric median."""
-
-
 class ChannelShift(Stage):
     """Subtract one vector per head and block, so that the channels are centered.
 
@@ -223,9 +225,7 @@ class ChannelShift(Stage):
         return y + decode_side("offset", side, self.double_quant, 1, y.shape[-1], y.dtype)
 
 
-def geometric_median(
-    x: Float[Tensor, "*lead tokens dim"], start: Float[Tensor, "*lead 1 dim"]
-) -> Float[Tensor, "*lead 1 dim"]:
+def geometric_median(x: Tokens, start: Float[Tensor, "*lead 1 dim"]) -> Float[Tensor, "*lead 1 dim"]:
     """The point with the least sum of distances to the tokens, by Weiszfeld's iteration from `start`."""
     point = start
     for _ in range(WEISZFELD_STEPS):
@@ -304,9 +304,7 @@ class Rope:
         shape = (number, 1, length)
         return replace(self, cos=self.cos.unflatten(1, shape), sin=self.sin.unflatten(1, shape))
 
-    def rotate(
-        self, x: Float[Tensor, "*lead tokens head_dim"], back: bool = False
-    ) -> Float[Tensor, "*lead tokens dim"]:
+    def rotate(self, x: Tokens, back: bool = False) -> Tokens:
         """Rotate the pairs of every token forward, or `back`."""
         pairs = self.cos.shape[-1]
         if not pairs:
@@ -321,9 +319,9 @@ class Rope:
         return torch.cat([*out, rest], -1)
 
 
-def rope_table(tokens: int, head_dim: int, base: float = 10000.0, start: int = 0) -> Rope:
+def rope_table(tokens: int, head_dim: int, start: int = 0) -> Rope:
     """The rotations of a plain rotary embedding at positions `start` to `start + tokens - 1` (arXiv 2104.09864)."""
-    frequencies = base ** (-torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)
+    frequencies = 10000.0 ** (-torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)
     angles = torch.arange(start, start + tokens, dtype=torch.float64)[:, None] * frequencies
     return Rope(angles.cos()[None], angles.sin()[None])
 

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import ClassVar, Protocol
+from typing import ClassVar, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Float, Int, Integer, UInt8
@@ -31,6 +31,14 @@ BACK = 3
 """Bytes of zeros behind a string while it is read."""
 WIDEST = 8
 """Bits of a field at most."""
+Books = Float[Tensor, "widths entries"]
+"""The values of each code, or of each state of a trellis, for fields of 1, 2, ... bits."""
+Rows = Float[Tensor, "rows components"]
+Strings = UInt8[Tensor, "rows nbytes"]
+FILE = Path(__file__).parent / "trellis.safetensors"
+LEAST_MEMORY, MOST_MEMORY = 6, 12
+_COSTS_AT_ONCE = 2**24
+"""Costs of paths that are in memory together."""
 
 
 @dataclass(frozen=True)
@@ -92,10 +100,7 @@ def places(layout: Layout, lengths: tuple[int, ...]) -> tuple[Int[Tensor, " fiel
 
 
 def values_of(
-    strings: UInt8[Tensor, "*lead nbytes"],
-    layout: Layout,
-    lengths: Sequence[int],
-    books: Float[Tensor, "widths entries"],
+    strings: UInt8[Tensor, "*lead nbytes"], layout: Layout, lengths: Sequence[int], books: Books
 ) -> Float[Tensor, "*lead fields"]:
     """`levels_of` what `read` finds, in the dtype of `books`; for fp32 in one pass where loops are compiled."""
     loops = loops_for(strings.device.type) if books.dtype is torch.float32 else None
@@ -108,9 +113,7 @@ def values_of(
     return found.view(*strings.shape[:-1], len(layout.widths))
 
 
-def entries_of(
-    layout: Layout, books: Float[Tensor, "widths entries"]
-) -> tuple[Int[Tensor, " fields"], Float[Tensor, " entries_in_all"]]:
+def entries_of(layout: Layout, books: Books) -> tuple[Int[Tensor, " fields"], Float[Tensor, " entries_in_all"]]:
     """The books in one row, a book of zeros behind them for fields without bits; where each field's book begins."""
     rows = [width - 1 if width else len(books) for width in layout.widths]
     first = torch.tensor(rows, dtype=torch.int32) * books.shape[1]
@@ -118,7 +121,7 @@ def entries_of(
 
 
 def levels_of(
-    numbers: Integer[Tensor, "*lead fields"], widths: Sequence[int], books: Float[Tensor, "widths entries"]
+    numbers: Integer[Tensor, "*lead fields"], widths: Sequence[int], books: Books
 ) -> Float[Tensor, "*lead fields"]:
     """`books[width - 1, number]` of each field; 0 where the width is 0."""
     width = torch.tensor([max(one - 1, 0) for one in widths], device=numbers.device)
@@ -127,20 +130,13 @@ def levels_of(
     return found.masked_fill(none, 0)
 
 
-FILE = Path(__file__).parent / "trellis.safetensors"
-LEAST_MEMORY, MOST_MEMORY = 6, 12
-
-
 class LongTrellis:
     """Tables of more than 2^8 states; `version` is raised where they are trained anew (`kvq.results.record`)."""
 
     version: ClassVar[int] = 2
 
 
-_TOGETHER = 2**24
-"""Costs that are in memory at once."""
-
-
+@runtime_checkable
 class Loops(Protocol):
     """What a plugin compiles of this module, for the extension point `trellis`; results are the same bit for bit."""
 
@@ -172,7 +168,7 @@ def _file() -> dict[str, Tensor]:
 
 
 @functools.lru_cache(maxsize=32)
-def books(memory: int, dtype: torch.dtype, device: torch.device) -> Float[Tensor, "widths states"]:
+def books(memory: int, dtype: torch.dtype, device: torch.device) -> Books:
     """Values of the 2^`memory` states for components of 1, 2, ... bits; widths above `memory` have none."""
     count = min(memory, WIDEST)
     return torch.stack([_file()[f"{memory}.{width}"] for width in range(1, count + 1)]).to(device, dtype)
@@ -183,9 +179,7 @@ def mean_squared_errors(memory: int) -> tuple[float, ...]:
     return tuple(_file()[f"{memory}.errors"][: min(memory, WIDEST)].tolist())
 
 
-def encode(
-    x: Float[Tensor, "rows components"], weights: Float[Tensor, " components"], layout: Layout, memory: int
-) -> UInt8[Tensor, "rows nbytes"]:
+def encode(x: Rows, weights: Float[Tensor, " components"], layout: Layout, memory: int) -> Strings:
     """The string of each row whose weighted squared error is least; of equal ones, that of the lowest earlier states.
 
     In fp32, token by token: a row's bits do not depend on the others.
@@ -196,14 +190,11 @@ def encode(
 
 
 def _search(
-    x: Float[Tensor, "rows components"],
-    widths: Sequence[int],
-    weights: Float[Tensor, " components"],
-    books: Float[Tensor, "widths states"],
+    x: Rows, widths: Sequence[int], weights: Float[Tensor, " components"], books: Books
 ) -> UInt8[Tensor, "rows components"]:
     """Viterbi's search in torch: the codes. Costs are `[states, rows]`, so that operations run along memory."""
     states = books.shape[1]
-    rows = max(1, _TOGETHER // (states * max(1, len(widths))))
+    rows = max(1, _COSTS_AT_ONCE // (states * max(1, len(widths))))
     if len(x) > rows:
         return torch.cat([_search(piece, widths, weights, books) for piece in x.split(rows)])
     cost = torch.full((states, len(x)), torch.inf, device=x.device)
@@ -226,8 +217,6 @@ def _search(
     return codes
 
 
-def decode(
-    strings: UInt8[Tensor, "rows nbytes"], layout: Layout, memory: int, dtype: torch.dtype
-) -> Float[Tensor, "rows components"]:
+def decode(strings: Strings, layout: Layout, memory: int, dtype: torch.dtype) -> Rows:
     """The values of the states that each string runs through."""
     return values_of(strings, layout, [memory] * len(layout.widths), books(memory, dtype, strings.device))

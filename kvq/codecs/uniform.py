@@ -24,8 +24,6 @@ from kvq.errors import Unsupported, at_least, require
 
 _INT16_MAX = 32767
 _FP16_TINY = 2.0**-24  # the smallest positive number
-
-
 Rounding = Literal["even", "up", "down", "away", "truncate"]
 """The whole number that a value becomes.
 
@@ -34,6 +32,12 @@ default, floor(x + 1/2), ceil(x - 1/2), and C's `roundf`. `truncate` drops the f
 """
 ScaleDtype = Literal["float16", "bfloat16", "float32"]
 """Dtype in which scales and offsets are stored."""
+ZeroPoint = Literal["float", "integer", "edge"]
+"""What is kept besides the scale of an asymmetric grid.
+
+`float`: the group's minimum lo (KIVI, nsn). `integer`: round(-lo / scale) in 16 bits (QuaRot, OScaR). `edge`: the end
+of larger magnitude; the scale has a sign and 0 is on the grid (MLX).
+"""
 
 
 def round_steps(steps: Tensor, rounding: Rounding) -> Tensor:
@@ -71,14 +75,6 @@ def scale_from_edge(scale: Tensor, low: Tensor, high: Tensor) -> tuple[Tensor, T
     steps = edge.div(scale).round_()
     exact = steps != 0
     return torch.where(exact, edge / steps.masked_fill(~exact, 1), scale), edge.masked_fill(~exact, 0)
-
-
-ZeroPoint = Literal["float", "integer", "edge"]
-"""What is kept besides the scale of an asymmetric grid.
-
-`float`: the group's minimum lo (KIVI, nsn). `integer`: round(-lo / scale) in 16 bits (QuaRot, OScaR). `edge`: the end
-of larger magnitude; the scale has a sign and 0 is on the grid (MLX).
-"""
 
 
 class UniformQuantizer(CodeQuantizer):

@@ -18,6 +18,15 @@ from kvq.codecs.quantizers import Quantizer
 from kvq.codecs.stages import Rope, Stage
 from kvq.errors import Unsupported
 
+_LISTS: dict[str, Callable[[int], int]] = {
+    "outlier.value": lambda width: 0,
+    "outlier.index": lambda width: width - INDICES // 2,
+}
+"""Parts that are lists, and the value of an empty entry where a token has `width` channels."""
+MAX_BITS = 8
+STREAM, _LENGTHS, SIZE = "stream", "lengths", "size"
+Symbols = NDArray[np.uint8]
+
 
 class SparseCodec(Codec):
     """A codec whose quantizer stores a varying number of outliers per token.
@@ -74,18 +83,6 @@ class SparseCodec(Codec):
             parts[name] = rows
         runs = tuple(replace(run, rows=run.rows | dict.fromkeys(_LISTS, run.tokens)) for run in packed.runs)
         return super().decode(replace(packed, parts=parts, runs=runs), rope)
-
-
-_LISTS: dict[str, Callable[[int], int]] = {
-    "outlier.value": lambda width: 0,
-    "outlier.index": lambda width: width - INDICES // 2,
-}
-"""Parts that are lists, and the value of an empty entry where a token has `width` channels."""
-
-
-MAX_BITS = 8
-STREAM, _LENGTHS, SIZE = "stream", "lengths", "size"
-Symbols = NDArray[np.uint8]
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
@@ -27,34 +28,29 @@ from kvq.kernels.linear_chain import LinearChain, PackedStates, build_linear_cha
 from kvq.kernels.pieces import TILE, Piece
 
 Queries = Float[Tensor, "batch kv_heads group dim"]
+Scores = Float[Tensor, "batch kv_heads group tokens"]
 Step = Callable[[str], AbstractContextManager[Any]]
 """Opened around every step of attention, with its name: one of `STEPS`."""
 STEPS = ("rotation", "scores", "norms", "shifts", "residual", "softmax", "values", "joining")
 """Queries rotated; their products with the codes of keys; factors of tokens made and multiplied, of keys and values;
 shifts; products with tokens in full precision; weights; sums of the codes of values; sums rotated back and joined."""
+_WATCH: ContextVar[Step | None] = ContextVar("_WATCH", default=None)
 
 
 class Softmax:
     """Online softmax: `sums` (by name) of values weighted by exp(score - `top`), accumulated over pieces of tokens."""
 
     def __init__(self) -> None:
-        self.top: Tensor | None = None
-        self.total: Tensor | None = None
+        self.top: Tensor | float = -math.inf
+        self.total: Tensor | float = 0.0
         self.sums: dict[str, Tensor] = {}
 
-    def add_scores(
-        self, scores: Float[Tensor, "batch kv_heads group tokens"]
-    ) -> Float[Tensor, "batch kv_heads group _t"]:
+    def add_scores(self, scores: Scores) -> Scores:
         """Weights of these tokens relative to the current maximum; earlier sums are rescaled to it."""
-        top = scores.amax(-1, keepdim=True)
-        if self.top is not None and self.total is not None:
-            top = torch.maximum(self.top, top)
-            shrink = torch.exp(self.top - top)
-            self.total = self.total * shrink
-            self.sums = {name: part * shrink for name, part in self.sums.items()}
-        weights = torch.exp(scores - top)
-        more = weights.sum(-1, keepdim=True)
-        self.top, self.total = top, more if self.total is None else self.total + more
+        top = scores.amax(-1, keepdim=True).clamp_min(self.top)
+        weights, shrink = torch.exp(scores - top), torch.exp(self.top - top)
+        self.top, self.total = top, self.total * shrink + weights.sum(-1, keepdim=True)
+        self.sums = {name: part * shrink for name, part in self.sums.items()}
         return weights
 
     def add(self, name: str, mixed: Tensor) -> None:
@@ -94,7 +90,6 @@ def attend(
         with step("softmax"):
             weights = softmax.add_scores(scores)
         mixer.mix(softmax, weights, start, stop)
-    assert softmax.total is not None
     with step("joining"):
         return (mixer.total(softmax) / softmax.total).reshape(batch, query.shape[1], 1, -1).to(query.dtype)
 
@@ -144,7 +139,7 @@ class _KeyReader(_PieceReader):
             self.rotated = query if self.chain is None else self.chain.rotate(query)
         self._known: tuple[Piece, Tensor] | None = None
 
-    def scores(self, start: int, stop: int) -> Float[Tensor, "batch kv_heads group tokens"]:
+    def scores(self, start: int, stop: int) -> Scores:
         """Scores of the tokens `start` to `stop`."""
         out = self.query.new_empty(*self.query.shape[:3], stop - start)
         if self.joint and self.chain is not None:
@@ -159,7 +154,7 @@ class _KeyReader(_PieceReader):
                 out[..., rest[1]] = self.query @ rest[0].to(self.query.dtype).mT
         return out
 
-    def _score_piece(self, piece: Piece) -> Float[Tensor, "batch kv_heads group tokens"]:
+    def _score_piece(self, piece: Piece) -> Scores:
         """Scores of a piece's tokens; those of the last piece are kept."""
         if self._known is not None and self._known[0] is piece:
             return self._known[1]
@@ -188,7 +183,7 @@ class _ValueReader(_PieceReader):
         super().__init__(states, step)
         self.kind = kind
 
-    def mix(self, softmax: Softmax, weights: Float[Tensor, "batch kv_heads group _t"], start: int, stop: int) -> None:
+    def mix(self, softmax: Softmax, weights: Scores, start: int, stop: int) -> None:
         """Add the values of the tokens `start` to `stop` to the sums of `softmax`."""
         if self.joint:
             with self.step("values"):
@@ -248,22 +243,22 @@ def _decode_piece(chain: LinearChain, piece: Piece, dim: int, kind: torch.dtype)
     return chain.codec.quantizer.decode(blocks, torch.Size((*lead, piece.tokens, dim)), kind)
 
 
-def affine_grid(quantizer: UniformQuantizer, blocks: dict[str, Tensor], kind: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Step and lowest value of every group: a code decodes to `low + step · code`."""
-    scale = blocks["scale"].to(kind)
+def affine_codes(quantizer: UniformQuantizer, piece: Piece, kind: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """Codes of a piece, and step and lowest value of every group: a code decodes to `low + step · code`."""
+    codes = unpack_parts(piece.blocks, quantizer.bits, piece.tokens).to(kind)
+    scale = piece.blocks["scale"].to(kind)
     if quantizer.symmetric:
-        return scale, scale * -(2 ** (quantizer.bits - 1) - 1)
-    zero = blocks["zero_point"].to(kind)
-    return scale, zero if quantizer.zero_point == "float" else -scale * zero
+        return codes, scale, scale * -(2 ** (quantizer.bits - 1) - 1)
+    zero = piece.blocks["zero_point"].to(kind)
+    return codes, scale, zero if quantizer.zero_point == "float" else -scale * zero
 
 
 def _score_codes(chain: LinearChain, piece: Piece, query: Float[Tensor, "batch 1 heads group dim"]) -> Tensor:
     """`q · y_t`, `[batch, blocks, heads, group, tokens]`, with `y_t` what token t's codes stand for."""
-    quantizer, kind, dim = chain.codec.quantizer, query.dtype, query.shape[-1]
+    quantizer, dim = chain.codec.quantizer, query.shape[-1]
     if not is_affine(quantizer):
-        return query @ _decode_piece(chain, piece, dim, kind).mT
-    codes = unpack_parts(piece.blocks, quantizer.bits, piece.tokens).to(kind)
-    scale, low = affine_grid(quantizer, piece.blocks, kind)
+        return query @ _decode_piece(chain, piece, dim, query.dtype).mT
+    codes, scale, low = affine_codes(quantizer, piece, query.dtype)
     if quantizer.axis == "per_channel":
         grouped = _split_groups(codes, -2, scale.shape[-2], quantizer, piece.length)
         folded = query.unsqueeze(-3) * scale.unsqueeze(-2)  # [batch, blocks, heads, groups, group, dim]
@@ -277,11 +272,10 @@ def _score_codes(chain: LinearChain, piece: Piece, query: Float[Tensor, "batch 1
 
 def _mix_codes(chain: LinearChain, piece: Piece, weights: Tensor, dim: int) -> Float[Tensor, "batch heads group dim"]:
     """`Σ w_t y_t` over a piece's tokens t, from `weights` `[batch, blocks, heads, group, tokens]`."""
-    quantizer, kind = chain.codec.quantizer, weights.dtype
+    quantizer = chain.codec.quantizer
     if not is_affine(quantizer):
-        return (weights @ _decode_piece(chain, piece, dim, kind)).sum(1)
-    codes = unpack_parts(piece.blocks, quantizer.bits, piece.tokens).to(kind)
-    scale, low = affine_grid(quantizer, piece.blocks, kind)
+        return (weights @ _decode_piece(chain, piece, dim, weights.dtype)).sum(1)
+    codes, scale, low = affine_codes(quantizer, piece, weights.dtype)
     if quantizer.axis == "per_channel":
         grouped = _split_groups(codes, -2, scale.shape[-2], quantizer, piece.length)
         parts = _split_groups(weights, -1, scale.shape[-2], quantizer, piece.length).transpose(-3, -2)
@@ -303,9 +297,6 @@ def _split_groups(x: Tensor, axis: int, groups: int, quantizer: UniformQuantizer
     if short:
         x = torch.nn.functional.pad(x, (0, short) if axis == -1 else (0, 0, 0, short))
     return x.unflatten(axis, (groups, size))
-
-
-_WATCH: ContextVar[Step | None] = ContextVar("_WATCH", default=None)
 
 
 @runtime_checkable

@@ -45,6 +45,8 @@ from kvq.codecs.quantizers import Quantizer, without_prefix
 from kvq.codecs.stages import ApplyRope, ChannelShift, Stage, UndoRope, decode_side
 from kvq.errors import Unsupported
 
+Rows = Float[Tensor, "*lead rows dim"]
+
 
 @dataclass(frozen=True)
 class PackedStates:
@@ -138,17 +140,13 @@ class LinearChain:
     shifts: tuple[Shift, ...]
     joint: JointTransform | None = None
 
-    def rotate(
-        self, query: Float[Tensor, "*lead rows dim"], count: int | None = None, start: int = 0
-    ) -> Float[Tensor, "*lead rows d"]:
+    def rotate(self, query: Rows, count: int | None = None, start: int = 0) -> Rows:
         """The query after the rotations `start` to `count` (None: to the last)."""
         for stage in self.rotations[start:count]:
             query = stage.forward(query)[0]
         return query
 
-    def rotate_back(
-        self, mixed: Float[Tensor, "*lead rows dim"], shifts: list[Float[Tensor, "*lead rows dim"]] | None = None
-    ) -> Float[Tensor, "*lead rows dim"]:
+    def rotate_back(self, mixed: Rows, shifts: list[Rows] | None = None) -> Rows:
         """Undo the rotations of a weighted sum of decoded codes.
 
         `shifts`: weighted sums of each shift's vectors, which are added where decoding adds them; None: none.
@@ -263,16 +261,13 @@ def score_rotated(
     `rope`: cut into blocks.
     """
     pairs = rope.cos.shape[-1]
-    turned, rest = (
-        (query[..., : 2 * pairs], offset[..., : 2 * pairs]),
-        (query[..., 2 * pairs :], offset[..., 2 * pairs :]),
-    )
+    (turned, rest), (turned_offset, rest_offset) = (part.tensor_split([2 * pairs], -1) for part in (query, offset))
     if rope.interleaved:
-        (qa, qb), (oa, ob) = ((part[..., 0::2], part[..., 1::2]) for part in turned)
+        (qa, qb), (oa, ob) = ((part[..., 0::2], part[..., 1::2]) for part in (turned, turned_offset))
     else:
-        (qa, qb), (oa, ob) = (part.split(pairs, -1) if pairs else (part, part) for part in turned)
+        (qa, qb), (oa, ob) = (part.tensor_split(2, -1) for part in (turned, turned_offset))
     # All heads are rows of one product with the angles of a block.
     along, across = (part.flatten(2, 3) for part in (qa * oa + qb * ob, qb * oa - qa * ob))
     cos, sin = (part[:, :, 0].to(query.dtype).mT for part in (rope.cos, rope.sin))
     scores = (along @ cos + across @ sin).unflatten(2, (-1, query.shape[-2]))
-    return scores + (rest[0] * rest[1]).sum(-1, keepdim=True)
+    return scores + (rest * rest_offset).sum(-1, keepdim=True)

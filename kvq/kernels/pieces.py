@@ -64,12 +64,10 @@ class Piece:
         return self.start + self.count * self.tokens
 
 
-def iter_pieces(states: PackedStates, chain: LinearChain, first: int = 0) -> Iterator[Piece]:
-    """The packed prefix in pieces of about `TILE` tokens; those that hold tokens from `first` on."""
-    for start, run, parts in states.runs():
-        for piece in _cut_run(states.shape[2], chain, run.blocks(parts), run.tokens, run.count, start, states.rope):
-            if piece.stop > first:
-                yield piece
+def iter_pieces(states: PackedStates, chain: LinearChain) -> Iterator[Piece]:
+    """The packed prefix in pieces of about `TILE` tokens."""
+    for start, run, blocks in iter_runs(states):
+        yield from _cut_run(states.shape[2], chain, blocks, run.tokens, run.count, start, states.rope)
 
 
 def _cut_run(

@@ -23,7 +23,7 @@ from kvq.errors import ConfigError, KvqError, Unsupported, did_you_mean
 from kvq.methods.kept_keys import KeptKeys
 from kvq.methods.method import Method
 from kvq.methods.mixed_precision import MixedPrecision
-from kvq.methods.policies import MOST, GqaCompensation, Policy, merged_rotation
+from kvq.methods.policies import MOST_BITS, GqaCompensation, Policy, merged_rotation
 
 _KINDS: dict[str, type[Policy]] = {"eviction": Policy, "token_policy": MixedPrecision}
 """Settings that each give a policy of their name as a mapping with `_target_`, and its kind."""
@@ -33,7 +33,7 @@ _type_adapter = functools.cache(functools.partial(TypeAdapter, config=ConfigDict
 
 def build_method(
     name: str,
-    bits: int | str | tuple[int, int] | Mapping[str, int] | Bits = 3,
+    bits: float | int | str | tuple[int, int] | Mapping[str, int] | Bits = 3,
     head_dim: int | Sequence[int] = 128,
     overrides: Sequence[str] = (),
     config_dir: str | Path | None = None,
@@ -200,7 +200,7 @@ def _build_gqa(method: MethodConfig, codecs: Mapping[str, Codec | None]) -> GqaC
         raise ConfigError(f"method.gqa_compensation of {method.name}: needs codecs")
     for side, codec in codecs.items():
         try:
-            _ = codec and codec.with_more_bits(0, MOST)
+            _ = codec and codec.with_more_bits(0, MOST_BITS)
         except Unsupported as error:
             raise Unsupported(f"method.gqa_compensation of {method.name}: {side}: {error}") from error
     return GqaCompensation()

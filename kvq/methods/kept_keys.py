@@ -21,6 +21,9 @@ from kvq.errors import ConfigError, Unsupported
 from kvq.kernels import PackedStates
 from kvq.methods.policies import CHOOSES_TOKENS, Policy
 
+_POSITION_BYTES = 4  # of a kept token: int32
+Chosen = Bool[Tensor, "batch tokens"]
+
 
 class SinkSide(CacheSide):
     """Keys or values whose first `sinks` tokens stay in full precision, before packed prefix and residual.
@@ -148,10 +151,6 @@ def make_side(codec: Codec | None, residual: ResidualSide, label: str, keep_deco
     if codec is None or not sinks:
         return CacheSide(codec, residual, label, keep_decoded)
     return SinkSide(codec, residual, label, keep_decoded, sinks)
-
-
-_POSITION_BYTES = 4
-Chosen = Bool[Tensor, "batch tokens"]
 
 
 class KeptRows(CacheSide):

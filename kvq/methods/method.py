@@ -23,7 +23,7 @@ from kvq.config.method import PrefillBlock, Residual, ResidualSide
 from kvq.errors import ConfigError, Unsupported
 from kvq.kernels import build_linear_chain
 from kvq.methods.kept_keys import layer_indices, make_side, packed_side_of
-from kvq.methods.policies import Capability, MergedRotation, Policy, check_needs, check_pairs, method_traits
+from kvq.methods.policies import NEEDED, Capability, MergedRotation, Policy, method_traits
 from kvq.models.layers import KvLayer
 
 
@@ -98,13 +98,21 @@ class Method:
         """Its policies and the traits of its codecs, residual and settings: all that excludes or needs capabilities."""
         return *self.policies, *method_traits(self)
 
-    def check_needs(self, asker: str, *needed: Capability) -> None:
-        """Raise `Unsupported` where the method lacks a capability that `asker`, such as `task=error`, needs."""
-        check_needs(self.name, self._policies_and_traits, asker, *needed)
+    def check_needs(self, asker: str, *needed: Capability, asking: Policy | None = None) -> None:
+        """Raise `Unsupported` where the method lacks a capability that `asker`, such as `task=error`, needs.
+
+        `asking`: a policy of the method that needs it of all others.
+        """
+        for policy in self._policies_and_traits:
+            for capability in needed:
+                if policy is not asking and capability in policy.excludes:
+                    refused = f"{policy.setting} of {self.name} {policy.does}; needs {NEEDED[capability]}"
+                    raise Unsupported(f"{asker}: {refused}")
 
     def check_pairs(self) -> None:
         """Raise `Unsupported` where one policy of the method excludes what another needs."""
-        check_pairs(self.name, self._policies_and_traits)
+        for policy in self._policies_and_traits:
+            self.check_needs(f"method={self.name} ({policy.setting})", *sorted(policy.needs), asking=policy)
 
     def has(self, capability: Capability) -> bool:
         """Whether no policy excludes a capability."""
@@ -296,26 +304,26 @@ class Method:
         key.label = f"layer {one.index} keys and values"
         return JoinedLayer(key, one.window)
 
-    def for_window(self, codec: Codec | None, residual: ResidualSide) -> tuple[Codec | None, ResidualSide]:
-        """Codec and residual of keys or values in a layer with sliding-window attention.
+    def residual_in_window(self, codec: Codec | None, residual: ResidualSide) -> ResidualSide:
+        """The residual of keys or values in a layer with sliding-window attention.
 
         Where tokens outside of the window can be dropped from the codec's store, the prompt is encoded in blocks.
         """
         drops = not (codec is None or codec.stores_lists or self.sink_tokens or residual.policy is ResidualPolicy.none)
-        return codec, replace(residual, prefill_block=PrefillBlock.size) if drops else residual
+        return replace(residual, prefill_block=PrefillBlock.size) if drops else residual
 
     def _build_side(self, side: str, place: int, held: Sequence[KvLayer], keep_decoded: bool) -> CacheSide:
         """The empty `key` or `value` side of layer `held[place]`, as a policy wraps it, if one does."""
         residual, count = getattr(self.residual, side), len(held)
-        codec, own = self.codec(side, place, count), residual
-        if held[place].window is not None:
-            codec, own = self.for_window(codec, residual)
+        codec = self.codec(side, place, count)
         label = f"layer {held[place].index} {side}s"
         like = make_side(codec, residual, label, keep_decoded, self.sink_tokens)
         for policy in self.policies if codec is not None else ():
             if (wrapped := policy.wrap_side(like, side, place, count)) is not like:
                 return wrapped
-        return make_side(codec, own, label, keep_decoded, self.sink_tokens)
+        if held[place].window is not None:
+            residual = self.residual_in_window(codec, residual)
+        return make_side(codec, residual, label, keep_decoded, self.sink_tokens)
 
 
 def bind_kept_keys(method: Method, tokenizer: Any) -> Method:

@@ -233,10 +233,7 @@ class PoolLayer(BlockEndLayer):
         super().__init__(key, PoolSide(like.value, policy.pool, key))
 
     def fork(self) -> PoolLayer:
-        other = super().fork()
-        assert isinstance(other, PoolLayer)
-        assert isinstance(other.key, PoolSide)
-        assert isinstance(other.value, PoolSide)
+        other: Any = super().fork()
         other.key.orders, other.value.leader = [], other.key
         return other
 
@@ -294,7 +291,6 @@ class SaliencyLayer(PlannedLayer):
 
     def observe(self, attended: Attended) -> None:
         side, queries = self.key, attended.query.shape[2]
-        assert isinstance(side, DeferredSide)
         held, packed = side.residual_tokens, side.packed_tokens
         received = attended.key.new_zeros(*attended.key.shape[:2], held)
         lengths = side.leaving_lengths()
@@ -312,8 +308,6 @@ class SaliencyLayer(PlannedLayer):
 
     def _encode_leaving(self) -> None:
         """Encode complete blocks of keys and values, with more bits for their salient tokens, and drop their sums."""
-        assert isinstance(self.key, DeferredSide)
-        assert isinstance(self.value, DeferredSide)
         lengths = self.key.leaving_lengths()
         if not lengths:
             return
@@ -323,9 +317,7 @@ class SaliencyLayer(PlannedLayer):
         asked = torch.cat([self.policy.divisors(*block) for block in zip(starts, lengths, strict=True)])
         scores = self._received[..., :gone] / asked.to(self._received.device)
         for side in (self.key, self.value):
-            assert side.codec is not None
-            split = side.codec.quantizer
-            assert isinstance(split, TokenSplit)
+            split = side.codec.quantizer  # a `TokenSplit`, which chooses the salient tokens
             own = scores if split.per_head else scores.mean(1, keepdim=True)
             side.settle(torch.cat([split.salient(part) for part in own.split(lengths, -1)], -1))
         self._received = self._received[..., gone:]

@@ -1,13 +1,13 @@
-"""Policies: what a method does beside its codecs, what each of them needs and excludes, and the one check of both.
+"""Policies: what a method does beside its codecs, and what each of them needs and excludes.
 
 A policy excludes capabilities: a method with `method.eviction` cannot encode all tokens at once. Tasks, kinds of
-attention and other policies need capabilities. `check_needs` compares the two and words every refusal, so a new policy
-is checked against all that exist by the two sets that it states.
+attention and other policies need capabilities. `Method.check_needs` compares the two and words every refusal, so a new
+policy is checked against all that exist by the two sets that it states.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Final
@@ -55,6 +55,9 @@ NEEDED: Final[Mapping[Capability, str]] = {
 
 CHOOSES_TOKENS: Final[Capabilities] = frozenset({"codecs_alone", "own_tokens", "packed_attention"})
 """Excluded by each policy that chooses tokens by what they are."""
+_MARK = "kvq_rotated"  # attribute of a text configuration while the weights rotate values
+_OUTPUTS = ("o_proj", "out_proj")  # names of an attention's projection of its output
+MOST_BITS = 8  # that `GqaCompensation` raises codecs to
 
 
 class Policy:
@@ -100,26 +103,6 @@ class Policy:
         return like
 
 
-def check_needs(name: str, policies: Iterable[Policy], asker: str, *needed: Capability) -> None:
-    """Raise `Unsupported` where a policy of a method excludes what the asker needs.
-
-    Args:
-        asker: the setting that needs the capabilities, such as `task=error`.
-    """
-    for policy in policies:
-        for capability in needed:
-            if capability in policy.excludes:
-                raise Unsupported(f"{asker}: {policy.setting} of {name} {policy.does}; needs {NEEDED[capability]}")
-
-
-def check_pairs(name: str, policies: Iterable[Policy]) -> None:
-    """Raise `Unsupported` where one policy of a method excludes what another needs."""
-    found = list(policies)
-    for policy in found:
-        others = [other for other in found if other is not policy]
-        check_needs(name, others, f"method={name} ({policy.setting})", *sorted(policy.needs))
-
-
 @dataclass(frozen=True)
 class Trait(Policy):
     """What a codec, the residual or a plain setting excludes and needs. Attributes: as `Policy`."""
@@ -130,10 +113,9 @@ class Trait(Policy):
     needs: Capabilities = frozenset()
 
 
-_TABLES: Capabilities = frozenset({"uncalibrated", "two_codecs"})
 _BY_LAYER = Trait("bits_by_layer", "gives layers bits of their own", frozenset({"one_width", "two_codecs"}))
 _WHOLE_LAYERS = Trait("full_precision_layers", "keeps layers in full precision", frozenset({"all_layers"}))
-_CALIBRATED = Trait("calibration", "fits tables to states", _TABLES)
+_CALIBRATED = Trait("calibration", "fits tables to states", frozenset({"uncalibrated", "two_codecs"}))
 _FITTED_FIRST = Trait("a codec", "fits tables to the first tokens", frozenset({"all_at_once"}))
 _BY_POSITION = Trait("a codec", "undoes rotary embeddings", frozenset({"any_position"}))
 _SINKS = Trait("sink_tokens", "keeps the first tokens in full precision", frozenset({"all_tokens", "own_tokens"}))
@@ -166,10 +148,6 @@ def method_traits(method: Any) -> Iterator[Policy]:
         _SIDES_DIFFER: kept.key != kept.value or (bits is not None and bits.key != bits.value),
     }
     return (trait for trait, here in holds.items() if here)
-
-
-_MARK = "kvq_rotated"
-_OUTPUTS = ("o_proj", "out_proj")
 
 
 @dataclass(frozen=True)
@@ -267,9 +245,6 @@ def _logits(model: Any) -> Tensor:
     return logits
 
 
-MOST = 8
-
-
 @dataclass(frozen=True)
 class GqaCompensation(Policy):
     """Raises the bits of codecs by ceil(log4 g) for g query heads of each KV head, up to 8 bits.
@@ -295,6 +270,6 @@ class GqaCompensation(Policy):
         """The method with the bits of its codecs raised in every layer, and without this policy."""
         extra = self.extra_bits(config)
         codecs = {side: codec for side in ("key", "value") if (codec := getattr(method, side)) is not None}
-        more = {side: codec.with_more_bits(extra, MOST) for side, codec in codecs.items()}
+        more = {side: codec.with_more_bits(extra, MOST_BITS) for side, codec in codecs.items()}
         by_layer = tuple(self.for_model(one, config) for one in method.by_layer)
         return replace(method.without_policies(self.setting), by_layer=by_layer, **more)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from kvq.cache.layer import KVCacheLayer
 from kvq.cache.observe import Attended
+from kvq.cache.side import States
 from kvq.cache.store import BlockStore, Recompression
 from kvq.codecs import BlockRun, Codec, Growable, Packed, TokenTiers, pack, unpack
 from kvq.codecs.packed import pack_tokens, unpack_tokens
@@ -22,7 +23,6 @@ from kvq.errors import ConfigError, require
 from kvq.methods.mixed_precision import DeferredSide, MixedPrecision, PlannedLayer
 
 Tiers = UInt8[Tensor, "batch heads tokens"]
-States = Float[Tensor, "batch heads tokens head_dim"]
 
 
 class AdaptiveTiers(MixedPrecision):
@@ -69,7 +69,7 @@ class AdaptiveTiers(MixedPrecision):
         best, worst = (self._tier_index(scores, tokens, 1 + side * self.hysteresis) for side in (-1, 1))
         return torch.minimum(torch.maximum(now, best), worst)
 
-    def _tier_index(self, scores: Tensor, tokens: int, factor: float) -> Tensor:
+    def _tier_index(self, scores: Tensor, tokens: int, factor: float | int) -> Tensor:
         """Index of the tier of each score, 0 for the most bits: how many thresholds, times `factor`, are above it."""
         unit = factor / tokens if self.relative else factor
         return sum((scores < threshold * unit).to(torch.uint8) for threshold in self.thresholds)  # type: ignore[return-value]
@@ -285,8 +285,6 @@ class TierLayer(PlannedLayer):
 
     def _encode_leaving(self) -> None:
         """Choose tiers for the tokens of complete blocks, and anew for all before them, and encode what changes."""
-        assert isinstance(self.key, TierSide)
-        assert isinstance(self.value, TierSide)
         gone, held = sum(self.key.leaving_lengths()), self.key.packed_tokens
         if not gone and not (self.policy.every_step and held):
             return

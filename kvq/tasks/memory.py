@@ -146,7 +146,7 @@ def _stored_sides(shape: CacheShape, method: Method, tokens: int) -> Iterator[_S
         gone = outside(tokens, kind.window)
         sides = {side: (getattr(method, side), getattr(method.residual, side)) for side in ("key", "value")}
         if kind.window is not None:
-            sides = {side: method.for_window(codec, residual) for side, (codec, residual) in sides.items()}
+            sides = {side: (codec, method.residual_in_window(codec, kept)) for side, (codec, kept) in sides.items()}
         dropped = common_droppable(gone, [functools.partial(droppable, *side, tokens) for side in sides.values()])
         for side, (codec, residual) in sides.items():
             packed = 0 if codec is None else schedule(residual, codec, tokens)[0] - dropped
