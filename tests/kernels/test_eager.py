@@ -70,6 +70,7 @@ FAMILIES = {
 ENGINES = {
     "exllama2": "stage 'hadamard'",  # not orthonormal
     "lmdeploy_42": "codes of SignedRestQuantizer",
+    "onnxruntime": "stage 'scale'",
     "openvino_u4_by_channel": "codes of EngineUniformQuantizer",
     "openvino_u8_by_channel": "codes of UniformQuantizer",
     "sglang_nvfp4": "stage 'scale'",
