@@ -26,6 +26,7 @@ from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
+from hydra.errors import HydraException
 from omegaconf import DictConfig, ListConfig, OmegaConf, StringNode, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
@@ -251,8 +252,48 @@ def resolve_part(cfg: DictConfig, part: str) -> Any:
         raise _one_line(error) from error
 
 
+def take_values(cfg: DictConfig) -> DictConfig:
+    """A copy whose method has the values' codec and residual of `method.values_of`, as `METHOD+OTHER`.
+
+    The other's calibration comes with them. Where `values_of` is null, cfg itself. `ConfigError` for a method that is
+    more than codecs, for two calibrations that differ and for settings of values beside it.
+    """
+    method = cfg.get("method")
+    if not OmegaConf.is_config(method) or (name := method.get("values_of")) is None:
+        return cfg
+    setting = f"method.values_of={name}"
+    try:
+        own, other = (compose([f"method={one}"]).method for one in (method.name, name))
+    except HydraException as error:
+        raise ConfigError(f"{setting}: {str(error).splitlines()[0]}") from error
+    if other.policies or other.eviction is not None or other.token_policy is not None:
+        raise ConfigError(f"{setting}: has policies; a method of codecs alone")
+    if any(_raw(method, part) != _raw(own, part) for part in ("value", "residual.value")):
+        raise ConfigError(f"{setting}: settings of method.value and method.residual.value beside it have no effect")
+    cfg = copy.deepcopy(cfg)
+    method = cfg.method
+    if other.calibration.dataset is not None:
+        if method.calibration.dataset is not None and method.calibration != other.calibration:
+            raise ConfigError(f"{setting}: is calibrated otherwise than {method.name}")
+        method.calibration = other.calibration
+    common, side = other.residual, other.residual.value
+    residual = {part: common[part] if side[part] is None else side[part] for part in side}
+    OmegaConf.update(method, "residual.value", residual)
+    method.value, method.bits_range = other.value, method.bits_range or other.bits_range
+    method.name = method.name if name == method.name else f"{method.name}+{name}"
+    method.label, method.serve, method.values_of = None, None, None
+    return cfg
+
+
+def _raw(config: DictConfig, part: str) -> Any:
+    """Part of a configuration as it was written, with its interpolations."""
+    found = OmegaConf.select(config, part)
+    return OmegaConf.to_container(found) if OmegaConf.is_config(found) else found
+
+
 def resolve(cfg: DictConfig) -> Config:
     """Check every value and return the typed configuration; codecs are plain dicts, without interpolations."""
+    cfg = take_values(cfg)
     try:
         _check_keys(cfg)
         bits_of(cfg)

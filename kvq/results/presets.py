@@ -19,6 +19,7 @@ from omegaconf import OmegaConf
 from kvq.config import Config, MethodConfig, Scoring, compose, plugins
 from kvq.config.bits import Bits, first_width
 from kvq.config.choices import SIDES
+from kvq.config.composing import take_values
 from kvq.config.diagnostics import DiagnosticConfig
 from kvq.config.explain import COMPOSE_ERRORS, choices
 from kvq.config.identity import by_names
@@ -61,10 +62,14 @@ choices_in_use = cache_by_folder(choices)
 
 @cache_by_folder
 def _compose_preset(group: str, name: str) -> Any:
-    """A configuration with a preset in it; None where the name has no file or it does not compose."""
+    """A configuration with a preset in it; None where the name has no file or it does not compose.
+
+    `kivi+nsnquant`: the method kivi with the values of nsnquant.
+    """
+    name, _, values = name.partition("+")
     if name in choices_in_use()[group]:  # the name may be a record's, of no preset
         with contextlib.suppress(*COMPOSE_ERRORS):
-            return compose([f"{group}={name}"])
+            return take_values(compose([f"{group}={name}", *([f"method.values_of={values}"] if values else [])]))
     return None
 
 

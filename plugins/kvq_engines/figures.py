@@ -1,4 +1,4 @@
-"""A figure of how far an engine's cache format and kvq's preset of it agree."""
+"""Figures of how far an engine's format and its preset agree, and of all pairs of a key and a value format."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import pandas as pd
 
-from kvq.report.figures.drawing import colour, dress, marker, name_rows, panels, register_figure
+from kvq.report.figures.drawing import colour, draw_heat, dress, hide_frame, marker, name_rows, panels, register_figure
 from kvq.report.figures.loss import run_name
 from kvq.report.tables.layout import Table
 
@@ -47,4 +47,62 @@ def agreement_figure(numbers: pd.DataFrame) -> Figure:
     name_rows(axis, [run_name(row.method, row.bits) for row in numbers.itertuples()])
     dress(axis, "mean KL (nats/token)", grid="x")
     axis.legend(loc="upper left", bbox_to_anchor=(-0.3, -0.25), ncols=1)
+    return made
+
+
+PAIR_METRICS = {"delta_nll": "loss (nats/token)", "kl_p999": "KL, 99.9th percentile (nats)"}
+FEWEST_PAIRS = 4
+
+
+def pairs_table(table: Table) -> pd.DataFrame | None:
+    """One line per run of `KEYS+VALUES` (`method.values_of`), and of each of these formats for both; None: too few."""
+    names = [row.name.split("+") for row in table.rows if row.name.count("+") == 1]
+    if len(names) < FEWEST_PAIRS:
+        return None
+    formats = {name for pair in names for name in pair}
+    done = [row for row in table.rows if "delta_nll" in row.record.metrics and formats.issuperset(row.name.split("+"))]
+    lines = [
+        {
+            "keys": row.name.split("+")[0],
+            "values": row.name.split("+")[-1],
+            "bits": row.record.metrics["effective_bits"],
+        }
+        | {name: row.record.metrics.get(name) for name in PAIR_METRICS}
+        for row in done
+    ]
+    return pd.DataFrame(lines)
+
+
+@register_figure(
+    "pairs", "Keys in one format, values in another: {where}", lambda table, _: pairs_table(table), of="table"
+)
+def pairs_figure(numbers: pd.DataFrame) -> Figure:
+    """Two panels of cells, loss and tail: a row per key format and a column per value format, most bits first."""
+    from matplotlib.colors import LogNorm
+
+    order = numbers[numbers["keys"] == numbers["values"]].sort_values("bits", ascending=False)["keys"]
+    names = list(dict.fromkeys(["fp16", *order, *numbers["keys"], *numbers["values"]]))
+    short = [name.rpartition("llamacpp_")[2].removeprefix("engine/") for name in names]
+    made, axes = panels(2, 1.3 + 0.2 * len(names), 1, len(PAIR_METRICS))
+    for axis, (metric, title) in zip(axes, PAIR_METRICS.items(), strict=True):
+        grid = numbers.pivot(index="keys", columns="values", values=metric).reindex(index=names, columns=names)
+        scale = LogNorm(max(float(grid.max().max()) / 1000, 1e-4), float(grid.max().max()))
+        draw_heat(axis, grid.clip(lower=scale.vmin), norm=scale, cmap="viridis_r")
+        for row, column in ((row, column) for row in range(len(names)) for column in range(len(names))):
+            value = grid.iat[row, column]
+            dark = value > float(grid.max().max()) / 12
+            axis.text(
+                column,
+                row,
+                f"{value:.3f}" if value == value else "",
+                ha="center",
+                va="center",
+                fontsize=4.5,
+                color="white" if dark else "black",
+            )
+        name_rows(axis, short)
+        axis.invert_yaxis()
+        axis.set_xticks(range(len(names)), short, rotation=90)
+        hide_frame(axis)
+        dress(axis, "values", "keys", title=title)
     return made

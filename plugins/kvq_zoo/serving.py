@@ -52,7 +52,7 @@ class LayerScale(Calibrated, Stage):
         return y * self.table("scale", y)
 
 
-class ChannelScale(LayerScale):
+class StaticChannelScale(LayerScale):
     """Divide each channel of each KV head by (largest magnitude on the calibration text) / `divisor`: 127 or 7.
 
     Table: `scale` `[heads, 1, dim]` in fp32; 1 where a channel is 0. Its bytes belong to the model, not to tokens.

@@ -321,3 +321,42 @@ def test_earlier_names_on_a_command_line() -> None:
     kept = ["halves=3", "plan=true", "task.plan=1", "method.planned=1"]
     given = ["method.value.quantizer.halves=up", *kept, "+method.plan=null"]
     assert with_current_names(given) == ["method.value.quantizer.rounding=up", *kept, "+method.token_policy=null"]
+
+
+@pytest.mark.parametrize(
+    ("keys", "values", "bits"), [("kivi", "nsnquant", 2), ("nsn", "waterfill", 2), ("rtn", "fp16", 3)]
+)
+def test_values_of_another_method(keys: str, values: str, bits: int) -> None:
+    """Codec, residual and calibration of values are the other method's; what is composed is another's run by key."""
+    ours = resolve(compose([f"method={keys}", f"method.values_of={values}", f"bits=k{bits + 1}v{bits}"]))
+    first, second = (
+        resolve(compose([f"method={name}", f"bits={n}"])) for name, n in ((keys, bits + 1), (values, bits))
+    )
+    assert ours.method.key == first.method.key
+    assert ours.method.value == second.method.value
+    assert ours.effective_residual.value == second.effective_residual.value
+    assert ours.method.calibration == (second if second.method.calibration.dataset else first).method.calibration
+    assert ours.method.name == f"{keys}+{values}"
+
+
+@pytest.mark.every_plugin
+def test_a_pair_that_has_a_preset_is_the_same_run() -> None:
+    ours = resolve(compose(["method=engine/llamacpp_q8_0", "method.values_of=engine/llamacpp_q4_0"]))
+    assert canonical(ours, "", "") == canonical(resolve(compose(["method=engine/llamacpp_q8_0_q4_0"])), "", "")
+
+
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        (["method.values_of=nope"], "values_of=nope: .*Could not find 'method/nope'"),
+        (["method.values_of=ott"], "values_of=ott: has policies; a method of codecs alone"),
+        (["method.values_of=nsn", "method.value.quantizer.bits=4"], "beside it have no effect"),
+        (
+            ["method=kvquant", "method.calibration.samples=4", "method.values_of=cq"],
+            "is calibrated otherwise than kvquant",
+        ),
+    ],
+)
+def test_values_that_cannot_be_taken(words: list[str], why: str) -> None:
+    with pytest.raises(ConfigError, match=why):
+        resolve(compose(["method=kivi", *words]))
