@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
+import numpy as np
 import pandas as pd
 
 from kvq.report.figures.drawing import colour, draw_heat, dress, hide_frame, marker, name_rows, panels, register_figure
@@ -86,20 +88,14 @@ def pairs_figure(numbers: pd.DataFrame) -> Figure:
     made, axes = panels(2, 1.3 + 0.2 * len(names), 1, len(PAIR_METRICS))
     for axis, (metric, title) in zip(axes, PAIR_METRICS.items(), strict=True):
         grid = numbers.pivot(index="keys", columns="values", values=metric).reindex(index=names, columns=names)
-        scale = LogNorm(max(float(grid.max().max()) / 1000, 1e-4), float(grid.max().max()))
-        draw_heat(axis, grid.clip(lower=scale.vmin), norm=scale, cmap="viridis_r")
-        for row, column in ((row, column) for row in range(len(names)) for column in range(len(names))):
-            value = grid.iat[row, column]
-            dark = value > float(grid.max().max()) / 12
-            axis.text(
-                column,
-                row,
-                f"{value:.3f}" if value == value else "",
-                ha="center",
-                va="center",
-                fontsize=4.5,
-                color="white" if dark else "black",
-            )
+        cells = grid.to_numpy(dtype=float)
+        most = float(np.nanmax(cells))
+        scale = LogNorm(max(most / 1000, 1e-4), most)
+        draw_heat(axis, np.clip(cells, scale.vmin, None), norm=scale, cmap="viridis_r")
+        for (row, column), value in np.ndenumerate(cells):
+            if not math.isnan(value):
+                ink = "white" if value > most / 12 else "black"
+                axis.text(column, row, f"{value:.3f}", ha="center", va="center", fontsize=4.5, color=ink)
         name_rows(axis, short)
         axis.invert_yaxis()
         axis.set_xticks(range(len(names)), short, rotation=90)
