@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from kvq.config.run import AXES
 from kvq.report.command import write_files
 from kvq.report.labels import ON_TEST_TEXT
 from kvq.report.tables import formats
@@ -21,7 +22,7 @@ from kvq.report.tables.experiments import (
 )
 from kvq.report.tables.layout import DASH, UNQUANTIZED, Sheet, fixed
 from kvq.report.tables.notes import NOTES
-from kvq.report.tables.readings import AXES, Reference
+from kvq.report.tables.readings import Reference
 
 INDEX = "index.md"
 _BEGIN = """\

@@ -18,7 +18,6 @@ from kvq.results import Record
 from kvq.results.statistics import spearman
 
 FILE = "paper_results.csv"
-AXES = ("model", "method", "setting", "dataset", "metric")
 MAIN_METRICS = ("score", "accuracy", "perplexity")
 _PARTS = "mean over parts of "
 _FOLLOWING: dict[str, Callable[[float], float | None]] = {
