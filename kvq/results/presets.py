@@ -15,6 +15,7 @@ from types import SimpleNamespace
 from typing import Any, TypeVar
 
 from omegaconf import OmegaConf
+from omegaconf.errors import MissingMandatoryValue
 
 from kvq.config import Config, MethodConfig, Scoring, compose, plugins
 from kvq.config.bits import Bits, first_width
@@ -77,10 +78,10 @@ def _compose_preset(group: str, name: str) -> Any:
 def preset(group: str, name: str) -> Settings | None:
     """Canonical settings of a preset of a task, model or dataset; None where there is none or a value is missing."""
     whole = _compose_preset(group, name)
-    found = None if whole is None else whole[group]
-    if found is None or OmegaConf.missing_keys(found):
-        return None
-    return dict(canonical(OmegaConf.to_container(found, enum_to_str=True)))
+    with contextlib.suppress(MissingMandatoryValue):
+        if whole is not None and whole[group] is not None:
+            return dict(canonical(OmegaConf.to_container(whole[group], enum_to_str=True, throw_on_missing=True)))
+    return None
 
 
 @cache_by_folder
