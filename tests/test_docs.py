@@ -24,7 +24,7 @@ from experiments.docs.places import PLACE, filled
 from kvq import KVCache, cli
 from kvq.config import compose, resolve
 from kvq.config.choices import find
-from kvq.config.plugins import commands, conf_dirs
+from kvq.config.plugins import conf_dirs, merge_tables
 from kvq.entry import COMMANDS
 from kvq.methods.build import build_method
 from kvq.papers import __main__ as papers
@@ -264,7 +264,7 @@ def test_commands_exist_and_compose(page: Path) -> None:
         if words[0] == "make":
             assert {word for word in words[1:] if "=" not in word} <= targets, line
         elif words[0] == "kvq":
-            assert words[1] in COMMANDS | commands(), line
+            assert words[1] in COMMANDS | merge_tables("commands"), line
         elif words[1] == "-m":
             assert not words[2].startswith("kvq") or importlib.util.find_spec(words[2]), line
         elif words[1] == "run.py" and words[2] not in COMMANDS and not re.search(r"--config-dir|<|\.\.\.", line):
