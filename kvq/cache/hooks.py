@@ -118,9 +118,8 @@ def stacks(model: nn.Module) -> list[nn.Module]:
 
     Those that take the tokens of an encoder as well are left out: `attention_mask` is not that of the cache.
     """
-    wanted = ("input_ids", "inputs_embeds"), _CACHE_NAMES, ("attention_mask",)
-    found = [module for module in model.modules() if _takes(module, *wanted)]
-    return [module for module in found if not _takes(module, ("decoder_input_ids",))]
+    wanted, left_out = (("input_ids", "inputs_embeds"), _CACHE_NAMES, ("attention_mask",)), ("decoder_input_ids",)
+    return [module for module in model.modules() if _takes(module, *wanted) and not _takes(module, left_out)]
 
 
 def _takes(module: nn.Module, *groups: Sequence[str]) -> bool:

@@ -24,6 +24,8 @@ from kvq.cache.side import CacheSide
 from kvq.errors import ConfigError, Unsupported
 
 Read = TypeVar("Read")
+StatesInSteps = tuple[Tensor, Tensor | None]
+"""Of one side: what a chunk's first query reads and later ones add; and the tokens that move, decoded (None: none)."""
 
 
 class Layer(CacheLayerMixin):
@@ -230,7 +232,7 @@ class KVCacheLayer(Layer):
             if columns is None and any(side.queries for side in self._moves(queries, candidates)):
                 raise self._unknown_attention()
 
-            def append(side: CacheSide, states: Tensor) -> tuple[Tensor, Tensor | None]:
+            def append(side: CacheSide, states: Tensor) -> StatesInSteps:
                 return side.append_then_steps(states, head) if candidates else side.append_in_steps(states)
 
             read = _order_columns(columns, *self._map_sides(append, key_states, value_states), hidden)
@@ -370,15 +372,9 @@ class KVCacheLayer(Layer):
 
 
 def _order_columns(
-    columns: SourceColumns | None,
-    keys: tuple[Tensor, Tensor | None],
-    values: tuple[Tensor, Tensor | None],
-    hidden: int,
+    columns: SourceColumns | None, keys: StatesInSteps, values: StatesInSteps, hidden: int
 ) -> tuple[Tensor, Tensor]:
-    """Keys and values in the order of the columns (None: one for each token), without the first `hidden` tokens.
-
-    `keys`, `values`: what the first query reads and later ones add, and the decoded form of the tokens that move.
-    """
+    """Keys and values in the order of the columns (None: one for each token), without the first `hidden` tokens."""
     if columns is None:
         return keys[0][:, :, hidden:], values[0][:, :, hidden:]
     sides = zip((columns.keys, columns.values), columns.moves, (keys, values), strict=True)

@@ -72,8 +72,7 @@ class PackedSide(CacheSide):
 
     def append_packed(self, states: Float[Tensor, "batch heads 1 head_dim"]) -> PackedStates:
         """Add one token; return what attention reads now, in stored form, then encode what leaves the residual."""
-        found: PackedStates = self._append(states, self._stored, self._stored)
-        return found
+        return self._append(states, self._stored, self._stored)
 
     def _stored(self) -> PackedStates:
         """The cached tokens: parts of the packed prefix, the residual, and the rotations that the codec undid."""

@@ -36,6 +36,7 @@ from kvq.config.method import CalibrationConfig
 from kvq.errors import ConfigError, DataError, Unsupported
 from kvq.models.load import LoadedModel
 
+States = Float[Tensor, "1 heads tokens dim"]
 BOTH = "both"  # the side of keys and values together
 Transform = TypeVar("Transform", bound=Stage)
 FEW = 4
@@ -62,7 +63,7 @@ class MomentSums:
     gradients_fourth: float = 0.0
     label: str = ""
 
-    def see(self, x: Float[Tensor, "1 heads tokens dim"], rope: Rope | None, kept: Int[Tensor, " kept"]) -> None:
+    def see(self, x: States, rope: Rope | None, kept: Int[Tensor, " kept"]) -> None:
         """Add the states of the tokens at `kept`, turned back by `rope`."""
         rows = self._rows(x, rope, kept, "state")
         self.heads, self.tokens = x.shape[1], self.tokens + len(rows)
@@ -73,9 +74,7 @@ class MomentSums:
             squares = away.square().sum(1)
             self.third, self.fourth = self.third + squares @ away, self.fourth + float(squares @ squares)
 
-    def see_gradient(
-        self, x: Float[Tensor, "1 heads tokens dim"], rope: Rope | None, kept: Int[Tensor, " kept"]
-    ) -> None:
+    def see_gradient(self, x: States, rope: Rope | None, kept: Int[Tensor, " kept"]) -> None:
         """Add the gradients at these tokens."""
         rows = self._rows(x, rope, kept, "gradient")
         self.gradients = self.gradients + rows.mT @ rows
@@ -201,10 +200,10 @@ def shared_out(demands: Sequence[Demand]) -> list[UInt8[Tensor, " components"]]:
     return list(widths.split([len(own) for own in steps]))
 
 
-def last_stage(codec: Codec | None, kind: type[Transform], shares: bool, said: str) -> tuple[str, Transform] | None:
+def last_stage(codec: Codec | None, kind: type[Transform], shares: bool, refusal: str) -> tuple[str, Transform] | None:
     """The name and the object of the transform of this kind that is the last stage of a codec.
 
-    None: the codec has neither it nor a quantizer that `shares` bits over its components. Raises: ConfigError (`said`):
+    None: the codec has neither it nor a quantizer that `shares` bits over components. Raises: ConfigError (`refusal`):
     one without the other, or a transform that is not last, not alone, or behind other stages than RoPE's.
     """
     stages = [] if codec is None else codec.stages
@@ -212,7 +211,7 @@ def last_stage(codec: Codec | None, kind: type[Transform], shares: bool, said: s
     if not names and not shares:
         return None
     if len(names) != 1 or not shares or stages[-1][0] != names[0] or not all(s.uses_rope for _, s in stages[:-1]):
-        raise ConfigError(said)
+        raise ConfigError(refusal)
     return names[0], cast(Transform, stages[-1][1])
 
 
@@ -220,11 +219,11 @@ def joint_parts(codec: Codec | None) -> tuple[str, FisherTransform, ComponentQua
     """Name and object of the Fisher transform, and the quantizer that shares bits; None: the codec has neither."""
     quantizer = None if codec is None else codec.quantizer
     shares = isinstance(quantizer, ComponentQuantizer) and quantizer.widths != "equal"
-    said = (
+    refusal = (
         "a FisherTransform stands last of its stages, behind none but those of RoPE, and its quantizer has "
         "widths=pooled or widths=own"
     )
-    found = last_stage(codec, FisherTransform, shares, said)
+    found = last_stage(codec, FisherTransform, shares, refusal)
     return None if found is None else (*found, cast(ComponentQuantizer, quantizer))
 
 
@@ -312,13 +311,13 @@ def _check_tokens(
         channels, tokens = max(channels, len(own.mean) // own.heads * together), own.tokens
     given = f"calibration.samples={len(windows)}, length={windows.shape[1]}"
     given += "" if settings.tokens is None else f", tokens={settings.tokens}"
-    said = f"{given}: {tokens} tokens for transforms of {channels} channels"
-    check_enough(said, tokens, channels, f"at least as many tokens as channels, better {FEW} times as many")
+    counts = f"{given}: {tokens} tokens for transforms of {channels} channels"
+    check_enough(counts, tokens, channels, f"at least as many tokens as channels, better {FEW} times as many")
 
 
-def check_enough(said: str, seen: int, fitted: int, refused: str) -> None:
+def check_enough(counts: str, seen: int, fitted: int, refused: str) -> None:
     """Refuse a fit to fewer observations than the numbers that are fitted, and warn of few."""
     if seen < fitted:
-        raise DataError(f"{said}; {refused}")
+        raise DataError(f"{counts}; {refused}")
     if seen < FEW * fitted:
-        warnings.warn(f"{said}; with fewer than {FEW} times as many, a method loses far more", stacklevel=3)
+        warnings.warn(f"{counts}; with fewer than {FEW} times as many, a method loses far more", stacklevel=3)

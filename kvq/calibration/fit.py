@@ -169,8 +169,8 @@ def _check_tokens(tables: Mapping[str, Tensor], states: Mapping[int, LayerStates
     sides = {name.partition(".")[0] for name in tables}
     seen = sum(getattr(layer, side).numel() for layer in states.values() for side in sides)
     given = f"calibration.samples={len(windows)}, length={windows.shape[1]}"
-    said = f"{given}: {numbers:,} numbers of tables from {seen:,} of states"
-    check_enough(said, seen, numbers, "more tokens are needed")
+    counts = f"{given}: {numbers:,} numbers of tables from {seen:,} of states"
+    check_enough(counts, seen, numbers, "more tokens are needed")
 
 
 def _fit(codec: Codec, side: str, states: LayerStates, seed: int, device: torch.device) -> Tables:

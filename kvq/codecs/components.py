@@ -23,7 +23,7 @@ from kvq.codecs.levels import nearest_level
 from kvq.codecs.lloyd_max import cells, codebook, optimal_levels
 from kvq.codecs.quantizers import Parts, Quantizer, checked_choice
 from kvq.codecs.trellis import WIDEST, Layout, Rows, Strings, values_of, write
-from kvq.errors import ConfigError, Unsupported, require, within
+from kvq.errors import ConfigError, Unsupported, within
 
 _FARTHEST = 64.0  # deviations, beyond which components are cut: far behind the last level
 Widths = Literal["equal", "pooled", "own"]
@@ -68,7 +68,6 @@ class ComponentQuantizer(Calibrated, Quantizer):
             raise Unsupported(f"bits={bits}: {type(self).__name__} with widths={self.widths} takes {numbers}")
         if not equal and self.deviation != "one":
             raise ConfigError(f"deviation={self.deviation}: with widths=equal; a transform gives deviations of 1")
-        require(unshrunk in (True, False), "unshrunk", unshrunk, "true or false")
         self.bits, self.unshrunk = bits, unshrunk
         self._layouts: dict[int, Layout] = {}
 
@@ -122,7 +121,7 @@ class ComponentQuantizer(Calibrated, Quantizer):
         like = torch.empty(shape[-3], 0, shape[-1], dtype=dtype, device=strings.device)
         layout = self._layout(like)
         flat = self.levels(strings.flatten(0, -2), layout, dtype)
-        factors = _factors(layout, self.errors, self._scale(shape[-1]), bool(self.unshrunk))
+        factors = _factors(layout, self.errors, self._scale(shape[-1]), self.unshrunk)
         if factors is not None:
             flat = flat * factors.to(flat.device, dtype)
         if self.widths == "equal":

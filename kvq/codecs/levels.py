@@ -57,8 +57,7 @@ def fixed_point(centroids: Callable[[Array], Array], start: Array) -> Array:
     # `found.success` is false where rounding keeps the solver from the last digits, so the residual decides.
     if not np.abs(found.fun).max() < _RESIDUAL or not (np.diff(found.x) > 0).all():
         raise ArithmeticError(f"levels: no convergence for {len(start)} levels")
-    levels: Array = found.x
-    return levels
+    return found.x
 
 
 def levels_1d(values: Float[Tensor, " n"], weights: Float[Tensor, " n"], count: int, seed: int) -> Tensor:

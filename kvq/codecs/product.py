@@ -20,6 +20,8 @@ from kvq.codecs.quantizers import Parts, Quantizer, to_stored
 from kvq.codecs.stages import Rope, Stage
 from kvq.errors import ConfigError, Unsupported, at_least, check_choice, check_seed
 
+Centroids = Float[Tensor, "heads groups count channels"]
+Codes = Integer[Tensor, "*lead heads tokens groups"]
 _BOOK = "codebook"  # the part that holds codebooks
 
 
@@ -44,9 +46,7 @@ class GroupedIndices(Quantizer):
         """The groups of channels of `[..., heads, tokens, dim]`."""
         return x.unflatten(-1, (-1, self.channels)).transpose(-3, -2)
 
-    def indices_of(
-        self, x: Float[Tensor, "*lead heads tokens dim"], centroids: Float[Tensor, "heads groups count channels"]
-    ) -> Integer[Tensor, "*lead heads tokens groups"]:
+    def indices_of(self, x: Float[Tensor, "*lead heads tokens dim"], centroids: Centroids) -> Codes:
         """Index of the nearest centroid of every group of channels."""
         points, sets = self.grouped(x), centroids.flatten(0, 1)
         lead = points.shape[:-4]
@@ -55,9 +55,7 @@ class GroupedIndices(Quantizer):
         codes = torch.stack([nearest(block, sets) for block in blocks])
         return codes.view(*lead, *points.shape[-4:-1]).transpose(-2, -1).contiguous()
 
-    def centroids_of(
-        self, codes: Integer[Tensor, "*lead heads tokens groups"], centroids: Float[Tensor, "heads groups count c"]
-    ) -> Float[Tensor, "*lead heads tokens dim"]:
+    def centroids_of(self, codes: Codes, centroids: Centroids) -> Float[Tensor, "*lead heads tokens dim"]:
         """The centroids of indices."""
         heads, groups, count, _ = centroids.shape
         sets = torch.arange(heads * groups, device=codes.device).view(heads, 1, -1)
@@ -171,7 +169,7 @@ class ProductQuantizer(GroupedIndices):
             found.append(codebooks(points, weights, 2**self.code_bits, self.iterations, self.seed).flatten(0, 1)[None])
         return to_stored(torch.stack(found), torch.float16)
 
-    def _centroids(self, heads: int, dtype: torch.dtype) -> list[Float[Tensor, "heads groups count channels"]]:
+    def _centroids(self, heads: int, dtype: torch.dtype) -> list[Centroids]:
         """Centroids of each sequence, broadcast to all heads."""
         if self._book is None:
             raise Unsupported("ProductQuantizer: its codebooks belong to a sequence; use kvq.codecs.PrefillCodec")

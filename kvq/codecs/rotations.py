@@ -19,7 +19,7 @@ from scipy import linalg
 from torch import Tensor
 
 from kvq.codecs.quantizers import checked_choice
-from kvq.codecs.stages import Side, Stage
+from kvq.codecs.stages import Side, Stage, Tokens
 from kvq.errors import ConfigError, Unsupported
 
 _FEWEST_ROWS = 8  # of a matrix product; MKL has other code for 1 to 3
@@ -91,9 +91,7 @@ class Rotation(Stage):
         return per_block(y, self.matrix(y.shape[-1], y).mT)
 
 
-def per_block(
-    x: Float[Tensor, "*lead tokens dim"], matrix: Float[Tensor, "dim columns"]
-) -> Float[Tensor, "*lead tokens columns"]:
+def per_block(x: Tokens, matrix: Float[Tensor, "dim columns"]) -> Float[Tensor, "*lead tokens columns"]:
     """`x @ matrix`, one product per block, so that a block's bits do not depend on how many blocks are decoded.
 
     Nor do a token's bits depend on how many tokens the block has: products of few rows, whose sums BLAS adds up in

@@ -26,6 +26,7 @@ Metric = Literal["full", "diagonal", "none"]
 """What of the Fisher information F counts: `full`, `diagonal`, or `none`: only its mean (KLT of the states)."""
 LEDOIT_WOLF = "ledoit_wolf"
 """In the place of a share: the one that the data say."""
+Square = Float[Tensor, "n n"]
 
 
 @dataclass(frozen=True)
@@ -41,15 +42,15 @@ class JointMoments:
     """
 
     mean: Float[Tensor, " n"]
-    covariance: Float[Tensor, "n n"]
-    fisher: Float[Tensor, "n n"]
+    covariance: Square
+    fisher: Square
     heads: int
     tokens: int
     fourth: float | None = None
     fisher_fourth: float | None = None
 
 
-def ledoit_wolf(second: Float[Tensor, "n n"], fourth: float, tokens: int) -> float:
+def ledoit_wolf(second: Square, fourth: float, tokens: int) -> float:
     """The share of a matrix of second moments that is replaced by its mean diagonal, which minimizes squared error.
 
     min(1, E |x xᵀ - S|² / (tokens |S - μ I|²)), μ the mean of the diagonal. Exact for independent tokens; those of a
@@ -66,15 +67,13 @@ def ledoit_wolf(second: Float[Tensor, "n n"], fourth: float, tokens: int) -> flo
     return min(noise / away, 1.0) if away > 0 and len(second) > 1 else 0.0
 
 
-def _shrink(second: Float[Tensor, "n n"], fourth: float | None, tokens: int) -> Float[Tensor, "n n"]:
+def _shrink(second: Square, fourth: float | None, tokens: int) -> Square:
     assert fourth is not None, "moments without a fourth"
     mean = second.diagonal().mean() * torch.eye(len(second), dtype=second.dtype)
     return torch.lerp(second, mean, ledoit_wolf(second, fourth, tokens))
 
 
-def metric_basis(
-    covariance: Float[Tensor, "n n"], metric: Float[Tensor, "n n"]
-) -> tuple[Float[Tensor, " n"], Float[Tensor, "n n"], Float[Tensor, "n n"]]:
+def metric_basis(covariance: Square, metric: Square) -> tuple[Float[Tensor, " n"], Square, Square]:
     """Eigenvalues λ of M^(1/2) S M^(1/2), descending, and the matrices to its components, of deviation 1, and back.
 
     M: what noise costs, S: the covariance of the states. Components that never vary, within rounding, have λ = 0 and
@@ -93,7 +92,7 @@ def metric_basis(
 
 
 def best_encoder(
-    rows: Float[Tensor, "m n"], metric: Float[Tensor, "n n"], covariance: Float[Tensor, "n n"]
+    rows: Float[Tensor, "m n"], metric: Square, covariance: Square
 ) -> tuple[Float[Tensor, "n m"], Float[Tensor, " m"], Float[Tensor, " m"]]:
     """The encoder that loses least with rows B as decoder, deviations of its components, and their costs λ.
 
@@ -155,12 +154,11 @@ class FisherTransform(JointTransform):
         folded: bool = False,
     ) -> None:
         self.metric: Metric = checked_choice(Metric, metric, "metric")
-        if heads_together is not None:
-            at_least("heads_together", heads_together, 1)
+        at_least("heads_together", heads_together, 1)
         at_least("left_out", left_out, 0)
-        for name, share, said in (("ridge", ridge, "above 0"), ("mixing", mixing, "a share, 0 to 1")):
+        for name, share, allowed in (("ridge", ridge, "above 0"), ("mixing", mixing, "a share, 0 to 1")):
             number = not isinstance(share, str) and (share > 0 if name == "ridge" else 0 <= share <= 1)
-            require(number or share == LEDOIT_WOLF, name, share, f"{said}, or {LEDOIT_WOLF}")
+            require(number or share == LEDOIT_WOLF, name, share, f"{allowed}, or {LEDOIT_WOLF}")
         known = re.fullmatch(r"float32|float16|int[2-8]|width\+[0-8]", tables)
         require(known is not None, "tables", tables, "float32, float16, int2 to int8, or width+0 to width+8")
         self.heads_together, self.ridge, self.mixing, self.left_out = heads_together, ridge, mixing, left_out
@@ -233,7 +231,7 @@ class FisherTransform(JointTransform):
         groups = [slice(start, min(start + size, n)) for start in range(0, n, size)]
         return [(covariance[group, group], fisher[group, group]) for group in groups]
 
-    def _fisher(self, moments: JointMoments) -> Float[Tensor, "n n"]:
+    def _fisher(self, moments: JointMoments) -> Square:
         fisher, shrunk = moments.fisher, self.ridge == LEDOIT_WOLF
         base = fisher.diagonal().mean().clamp_min(torch.finfo(torch.float64).tiny)
         mean = base * torch.eye(len(fisher), dtype=fisher.dtype)

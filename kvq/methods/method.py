@@ -86,8 +86,7 @@ class Method:
     @property
     def merged(self) -> MergedRotation | None:
         """What rotates values or keys by the model's weights; their codecs then have no such stage."""
-        found: MergedRotation | None = self.policy("merge_rotation")
-        return found
+        return self.policy("merge_rotation")
 
     def without_policies(self, *settings: str) -> Method:
         """The method without the policies of these names."""

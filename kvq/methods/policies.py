@@ -241,8 +241,7 @@ def _logits(model: Any) -> Tensor:
     """`[1, 16, vocabulary]`: the logits of the tokens with ids 0 to 15, to compare a model before and after."""
     embedding = model.get_input_embeddings().weight
     tokens = torch.arange(16, device=embedding.device)[None] % embedding.shape[0]
-    logits: Tensor = model(input_ids=tokens, use_cache=False).logits
-    return logits
+    return model(input_ids=tokens, use_cache=False).logits
 
 
 @dataclass(frozen=True)
@@ -261,10 +260,8 @@ class GqaCompensation(Policy):
     def extra_bits(self, config: Any) -> int:
         """Bits that are added in a model: 0 for one query head, 1 up to 4, 2 up to 16."""
         heads = int(config.num_attention_heads)
-        shared, bits = heads // int(getattr(config, "num_key_value_heads", None) or heads), 0
-        while 4**bits < shared:
-            bits += 1
-        return bits
+        shared = heads // int(getattr(config, "num_key_value_heads", None) or heads)
+        return -(-(shared - 1).bit_length() // 2)  # ⌈log₄⌉ of it
 
     def for_model(self, method: Any, config: Any) -> Any:
         """The method with the bits of its codecs raised in every layer, and without this policy."""

@@ -291,7 +291,6 @@ class TierLayer(PlannedLayer):
         scores, seen = self._scores(held + gone), self.key.tokens
         tiers = self.policy.tiers(scores, seen)
         if held:
-            old = self.key.store.tiers
-            tiers[..., :held] = self.policy.tiers(scores[..., :held], seen, old)
+            tiers[..., :held] = self.policy.tiers(scores[..., :held], seen, self.key.store.tiers)
         for side in (self.key, self.value):
             side.revise(tiers)
