@@ -162,6 +162,18 @@ def test_a_plugin_imports_public_names() -> None:
                 assert "kvq._" not in " ".join(alias.name for alias in node.names), path
 
 
+def test_plugins_emit_no_instructions() -> None:
+    """Kernels are plain numba: no LLVM code of their own, and no names of numba that a release may change."""
+    for path in (path for plugin in PLUGINS for path in plugin.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import | ast.ImportFrom) else []
+            if isinstance(node, ast.ImportFrom):
+                names = [str(node.module), *(f"{node.module}.{name}" for name in names)]
+            parts = [tuple(name.split(".")) for name in names]
+            assert not [name for name in parts if name[0] == "llvmlite"], path
+            assert not [name for name in parts if name[:2] in {("numba", "core"), ("numba", "extending")}], path
+
+
 def test_the_house_keeps_its_budgets() -> None:
     """Lines and files of each part; `budgets.csv` is raised only with a reason in its last column."""
     with (ROOT / "tests" / "budgets.csv").open(encoding="utf-8") as file:

@@ -1,8 +1,7 @@
 """Decode attention on packed codes on a CPU: compiled loops over segments of the packed prefix, a task for some heads.
 
-Uniform grids are read by `cpu_loops`, levels, codebooks and tokens in full precision by `cpu_tables`, norms by
-`cpu_stored`, with the shifts of NSNQuant. A task goes from one loop to the next for all of its heads,
-because Python between two loops holds back the other threads.
+Codes and tokens in full precision are read by `cpu_loops`, norms and the shifts of NSNQuant by `cpu_stored`. A task
+goes from one loop to the next for all of its heads, because Python between two loops holds back the other threads.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ from kvq.kernels.linear_chain import (
     is_contiguous,
     is_per_channel,
 )
-from kvq_kernels.cpu_loops import Grid, loops_for
+from kvq_kernels.cpu_loops import Codes, Loops, loops_for, softmax_weights
 from kvq_kernels.cpu_stored import (
     Flat,
     Heads,
@@ -46,11 +45,11 @@ from kvq_kernels.cpu_stored import (
     norms_and_shifts,
     ones_for,
 )
-from kvq_kernels.cpu_tables import MOST_BITS, book_loops, level_loops, number_loops
-from kvq_kernels.cpu_vectors import softmax_weights
 
 SEGMENTS = 64
 """Largest number of segments per side; blocks whose bytes and groups are not contiguous are one each."""
+MOST_BITS = 4
+"""Levels of more bits would take as many comparisons."""
 SCRATCH = 2**18
 """Scores that a thread holds at once, if those of one head are not more: 1 MiB stays in a core's cache."""
 
@@ -61,8 +60,8 @@ class Segment:
 
     Attributes:
         start, tokens: index of the first token in the prefix, and number of tokens.
-        parts: three planes of codes (the last one repeated) and, of a uniform grid, scales and lowest values (of a
-            symmetric grid: scales again).
+        parts: three planes of codes (the last one repeated), scales and lowest values (of a symmetric grid: scales
+            again; without statistics: the last plane again).
         places: those of `parts`, `[parts, 3]`.
         size: tokens (per channel) or channels (per token) of a group.
     """
@@ -73,11 +72,10 @@ class Segment:
     places: Any
     size: int
 
-    def arguments(self, heads: Heads, tables: tuple[Any, ...] | None, norms: Any) -> tuple[Any, ...]:
+    def arguments(self, heads: Heads, tables: tuple[Any, ...], norms: Any) -> tuple[Any, ...]:
         """What the loops take between their rows and `out`."""
         own = tuple(part.from_head(heads) for part in self.parts)
-        read = (own[3], own[4], self.size) if tables is None else (tables,)
-        return own[:3], self.places, *read, norms, self.start, self.tokens
+        return own[:3], self.places, tables, *own[3:], self.size, norms, self.start, self.tokens
 
 
 def attend(
@@ -155,7 +153,7 @@ def pool(threads: int) -> ThreadPoolExecutor:
 
 @dataclass(frozen=True)
 class _Side:
-    """One side's segments and the loops for them; `tables` are what codes index, if they do.
+    """One side's segments and the loops for them; `tables` are what codes index.
 
     Attributes:
         stored: norms and shifts by run.
@@ -165,10 +163,10 @@ class _Side:
     chain: LinearChain
     stored: list[Stored]
     segments: list[Segment]
-    loops: tuple[Callable[..., Any], Callable[..., Any]]
-    tables: tuple[Any, ...] | None
+    loops: Loops
+    tables: tuple[Any, ...]
     dim: int
-    full: tuple[Segment, tuple[Callable[..., Any], Callable[..., Any]]] | None
+    full: tuple[Segment, Loops] | None
 
     @staticmethod
     def of(states: PackedStates) -> _Side:
@@ -209,46 +207,41 @@ class _Side:
 _NO_TABLES = (np.zeros((1, 1), np.float32),) * 3
 
 
-def _full_segment(states: PackedStates) -> tuple[Segment, tuple[Callable[..., Any], Callable[..., Any]]] | None:
+def _full_segment(states: PackedStates) -> tuple[Segment, Loops] | None:
     """The tokens in full precision as one segment, with its loops of scores and of sums; None: there are none."""
     if states.full is None:
         return None
     half = states.full.dtype is torch.bfloat16
     numbers = (states.full.view(torch.int16) if half else states.full.float()).contiguous()
-    found = number_loops(states.shape[2], half)
-    return _segment(states.packed_tokens, numbers.shape[2], [numbers], [], 1), (found.scores, found.mix)
+    dim = states.shape[2]
+    loops = loops_for(Codes("numbers", (16 if half else 32,), dim, dim))
+    return _segment(states.packed_tokens, numbers.shape[2], [numbers], [], 1), loops
 
 
 @functools.lru_cache(maxsize=64)
-def _loops(
-    quantizer: Quantizer, dim: int
-) -> tuple[tuple[Callable[..., Any], Callable[..., Any]], tuple[Any, ...] | None]:
+def _loops(quantizer: Quantizer, dim: int) -> tuple[Loops, tuple[Any, ...]]:
     """Loops of scores and of weighted sums, and the tables that the codes index."""
     if isinstance(quantizer, LloydMaxQuantizer):
         levels = quantizer.levels(dim, torch.float32)[2 ** (quantizer.bits - 1) :].numpy()
-        found = level_loops(dim, plane_widths(quantizer.bits))
-        return (found.scores, found.mix), (levels,) * 3
+        return loops_for(Codes("levels", plane_widths(quantizer.bits), dim, dim)), (levels,) * 3
     if isinstance(quantizer, VectorQuantizer):
-        entries, masks, shifts = (part.numpy() for part in quantizer.tables())
-        books = book_loops(dim, quantizer.bits == 2, bool(shifts.any()))
-        return (books.scores, books.mix), (entries, masks, shifts)
-    grid, per_channel = _grid(quantizer, dim)
-    loops = loops_for(grid)
-    if per_channel:
-        return (loops.scores_per_channel, loops.mix_per_channel), None
-    return (loops.scores_per_token, loops.mix_per_token), None
+        tables = tuple(part.numpy() for part in quantizer.tables())
+        kind = "book" if quantizer.bits == 1 else "shifted_book" if tables[2].any() else "signed_book"
+        return loops_for(Codes(kind, (8,), dim, dim)), tables
+    return loops_for(_grid(quantizer, dim)), _NO_TABLES
 
 
-def _grid(quantizer: Quantizer, dim: int) -> tuple[Grid, bool]:
-    """The grid that loops are compiled for, and whether its statistics are per channel."""
+def _grid(quantizer: Quantizer, dim: int) -> Codes:
+    """The uniform grid that loops are compiled for."""
+    widths = plane_widths(quantizer.bits)
     if isinstance(quantizer, SignedMaxQuantizer):
         channels = min(quantizer.group_size or dim, dim)
-        return Grid(dim, channels, plane_widths(quantizer.bits), "symmetric", 2 ** (quantizer.bits - 1)), False
+        return Codes("uniform", widths, dim, channels, low="symmetric", top=2 ** (quantizer.bits - 1))
     assert is_affine(quantizer)
     low = "symmetric" if quantizer.symmetric else quantizer.zero_point
     channels = min(quantizer.group_size or dim, dim) if quantizer.axis == "per_token" else dim
     top = 2 ** (quantizer.bits - 1) - 1
-    return Grid(dim, channels, plane_widths(quantizer.bits), low, top), quantizer.axis == "per_channel"
+    return Codes("uniform", widths, dim, channels, quantizer.axis == "per_channel", low, top)
 
 
 def unfit_reason(states: PackedStates) -> str | None:
@@ -300,7 +293,8 @@ def _segments(states: PackedStates, quantizer: Quantizer) -> Iterator[Segment]:
 
 def _segment(start: int, tokens: int, planes: list[Tensor], statistics: list[Tensor], size: int) -> Segment:
     flat = [Flat.of(part) for part in (*planes, *statistics)]
-    parts = (*flat[: len(planes)], *[flat[len(planes) - 1]] * (3 - len(planes)), *flat[len(planes) :])
+    last = flat[len(planes) - 1]
+    parts = (*flat[: len(planes)], *[last] * (3 - len(planes)), *(flat[len(planes) :] or [last, last]))
     return Segment(start, tokens, parts, np.array([part.place for part in parts]), size)
 
 

@@ -1,9 +1,8 @@
-"""The inner loops of attention on packed codes on a CPU, compiled by numba for one head dim and one kind of grid.
+"""The loops of attention on packed codes on a CPU, compiled by numba for one head dim and one kind of codes.
 
-Codes are multiplied with queries and weights as they are read from their bytes (`cpu_vectors`) and are never written
-to memory. Steps of groups of tokens are folded into the queries or applied after a
-sum, those of a token into its score or weight. The loops are written so that a compiler vectorizes them: constant
-bounds, contiguous numbers, independent sums.
+Codes meet queries and weights as they are read (`cpu_values`) and are never written to memory. Steps of groups of
+tokens are folded into the queries or applied after a sum, those of a token into its score or weight. The loops are
+written so that a compiler vectorizes them: constant bounds, contiguous numbers, independent sums.
 """
 
 from __future__ import annotations
@@ -16,197 +15,130 @@ from typing import Any, no_type_check
 import numba
 import numpy as np
 
-from kvq_kernels import cpu_vectors
-from kvq_kernels.cpu_vectors import OPTIONS, TILE, head_plane
+from kvq_kernels.cpu_values import OPTIONS, TILE, padded, single, value_loops
 
 
 @dataclass(frozen=True)
-class Grid:
-    """The parameters that loops are compiled for: channels, plane widths, and how a group's lowest value is stored.
+class Codes:
+    """The parameters that loops are compiled for.
 
-    `channels`: of a group whose statistics are per token; a divisor of `dim`. `low`: `float` (fp16), `integer` (a zero
-    point in int16) or `symmetric` (`top` steps below zero).
+    Attributes:
+        kind, widths: see `value_loops`.
+        dim, channels: of a head, and of a group whose statistics are per token, a divisor of `dim`.
+        per_channel: statistics are per channel and group of tokens.
+        low: how a group's lowest value is stored: `float` (fp16), `integer` (a zero point in int16), `symmetric` (`top`
+            steps below zero), or `none`: there are no statistics.
     """
 
+    kind: str
+    widths: tuple[int, ...]
     dim: int
     channels: int
-    widths: tuple[int, ...]
-    low: str
-    top: int
+    per_channel: bool = False
+    low: str = "none"
+    top: int = 0
 
 
-@dataclass(frozen=True)
-class Loops:
-    """Compiled for one `Grid`: scores and weighted sums, each with statistics per channel or per token.
+Loops = tuple[Callable[..., Any], Callable[..., Any]]
+"""`scores(queries, planes, places, tables, scale, low, size, norms, start, tokens, out)` of some heads and `mix`.
 
-    `scores(queries, ..., start, tokens, out)` writes `out[head, row, start ...]` of some heads, `mix(weights, ...)`
-    adds their sums over tokens from `start` on to `out[head, row]`.
-    """
-
-    scores_per_channel: Callable[..., Any]
-    mix_per_channel: Callable[..., Any]
-    scores_per_token: Callable[..., Any]
-    mix_per_token: Callable[..., Any]
-
-
-@no_type_check
-def loop_over_rows(make):
-    """A step's loop over any number of rows (its first and last arguments), four, two or one at a time."""
-    four, two, one = (make(rows) for rows in (4, 2, 1))
-
-    @numba.njit(**OPTIONS)
-    def loop(rows_in, codes, tables, first, count, rows_out):
-        rows = rows_in.shape[0]
-        for h in range(0, rows - 3, 4):
-            four(rows_in[h : h + 4], codes, tables, first, count, rows_out[h : h + 4])
-        if rows % 4 >= 2:
-            h = rows // 4 * 4
-            two(rows_in[h : h + 2], codes, tables, first, count, rows_out[h : h + 2])
-        if rows % 2:
-            one(rows_in[rows - 1 :], codes, tables, first, count, rows_out[rows - 1 :])
-
-    return loop
-
-
-@no_type_check
-def _plane_loops(grid, span):
-    """Products and weighted sums over all planes of some tokens, for `span` channels from one on.
-
-    `found`, `raw` and `ready` are buffers `[rows, TILE]`. Weights past `count` are zero.
-    """
-    number, last = len(grid.widths), len(grid.widths) - 1
-    indices = [min(index, last) for index in range(3)]
-    made = [_one_plane_loops(grid, index, span) for index in indices]
-    (dots0, sums0, rescale0), (dots1, sums1, rescale1), (dots2, sums2, rescale2) = made
-    f0, f1, f2 = (cpu_vectors.factors(grid.widths, index, TILE) for index in indices)
-
-    @numba.njit(**OPTIONS)
-    def set_scaled(raw, factors, count, found):
-        """Set `found` `[rows, count]` to one plane's products times the token factors."""
-        for h in range(raw.shape[0]):
-            line, out = raw[h], found[h]
-            for t in range(count):
-                out[t] = line[t] * factors[t]
-
-    @numba.njit(**OPTIONS)
-    def add_scaled(raw, factors, count, found):
-        """Add one plane's products times the token factors to `found` `[rows, count]`."""
-        for h in range(raw.shape[0]):
-            line, out = raw[h], found[h]
-            for t in range(count):
-                out[t] += line[t] * factors[t]
-
-    @numba.njit(**OPTIONS)
-    def products(queries, planes, first, channel, count, raw, found):
-        dots0(queries, planes[0], channel, first, count, raw)
-        set_scaled(raw, f0, count, found)
-        if number > 1:
-            dots1(queries, planes[1 if number > 1 else 0], channel, first, count, raw)
-            add_scaled(raw, f1, count, found)
-        if number > 2:
-            dots2(queries, planes[2 if number > 2 else 0], channel, first, count, raw)
-            add_scaled(raw, f2, count, found)
-
-    @numba.njit(**OPTIONS)
-    def mixed(weights, planes, first, channel, count, ready, out):
-        rescale0(weights, ready)
-        sums0(ready, planes[0], channel, first, count, out)
-        if number > 1:
-            rescale1(weights, ready)
-            sums1(ready, planes[1 if number > 1 else 0], channel, first, count, out)
-        if number > 2:
-            rescale2(weights, ready)
-            sums2(ready, planes[2 if number > 2 else 0], channel, first, count, out)
-
-    return products, mixed
-
-
-@no_type_check
-def _one_plane_loops(grid, index, span):
-    """One plane's products and sums, and what multiplies weights by the factors of its masked codes."""
-    width = grid.widths[index]
-    dots, sums = (loop_over_rows(functools.partial(make, width, span)) for make in (cpu_vectors.dots, cpu_vectors.sums))
-    factors = cpu_vectors.factors(grid.widths, index, TILE)
-
-    @numba.njit(**OPTIONS)
-    def rescale(weights, ready):
-        for h in range(weights.shape[0]):
-            line, out = weights[h], ready[h]
-            for i in range(TILE):
-                out[i] = line[i] * factors[i]
-
-    return dots, sums, rescale
+`scores` writes `out[head, row, start ...]`, `mix(weights, ...)` adds weighted sums over tokens from `start` on to
+`out[head, row]`. `planes`, `scale` and `low` are flat, `places` as `head_plane` has them, `tables` as in `value_loops`,
+`size` tokens are a group per channel, `norms` `[heads or 1, all tokens]`.
+"""
 
 
 @functools.cache
+def loops_for(codes: Codes) -> Loops:
+    """Compile (each at its first call) the loops of one kind of codes."""
+    scores, mix = (_channel_scores, _channel_mix) if codes.per_channel else (_token_scores, _token_mix)
+    return _loop_over_heads(scores(codes)), _loop_over_heads(mix(codes))
+
+
+@numba.njit(**OPTIONS)
 @no_type_check
-def statistics_loop(low: str, top: int, groups: int):
-    """A loop that reads the statistics of `count` tokens (or channels), each with `groups`, from the place `start` on.
-
-    `floats[0, group]` become their steps and `floats[1, group]` their lowest values.
-    """
-    many, one = (cpu_vectors.statistics(groups, low, top, lanes) for lanes in (cpu_vectors.LANES, 1))
-
-    @numba.njit(**OPTIONS)
-    def read(scale, low, start, count, floats):
-        whole = count // cpu_vectors.LANES * cpu_vectors.LANES
-        for i in range(0, whole, cpu_vectors.LANES):
-            many(scale, low, start + i * groups, floats, i)
-        for i in range(whole, count):
-            one(scale, low, start + i * groups, floats, i)
-
-    return read
-
-
-@functools.cache
-def loops_for(grid: Grid) -> Loops:
-    """Compile (each at its first call) the loops of one grid."""
-    made = (make(grid) for make in (_channel_scores, _channel_mix, _token_scores, _token_mix))
-    return Loops(*map(_loop_over_heads, made))
+def head_plane(planes, places, index, head):
+    """Rows of bytes of one head; `places[index]`: bytes from head to head, rows, and columns of a plane."""
+    step, rows, columns = places[index]
+    return planes[index][head * step : head * step + rows * columns].reshape(rows, columns)
 
 
 @no_type_check
 def _loop_over_heads(loop):
-    """A loop over the heads of `rows` and `out`; `planes`, `scale`, `low` are flat, `places` as `head_plane` has them.
-
-    `norms` are those of each head, or of all. `places[3, 0]` and `places[4, 0]`: scales and lows from head to head.
-    """
+    """`places[3, 0]` and `places[4, 0]`: scales and lows from head to head."""
 
     @numba.njit(**OPTIONS)
-    def all_heads(rows, planes, places, scale, low, size, norms, start, tokens, out):
+    def all_heads(rows, planes, places, tables, scale, low, size, norms, start, tokens, out):
         for h in range(rows.shape[0]):
             own = (head_plane(planes, places, 0, h), head_plane(planes, places, 1, h), head_plane(planes, places, 2, h))
-            own_scale, own_low = scale[h * places[3, 0] :], low[h * places[4, 0] :]
-            loop(rows[h], own, own_scale, own_low, size, norms[min(h, len(norms) - 1)], start, tokens, out[h])
+            statistics = scale[h * places[3, 0] :], low[h * places[4, 0] :]
+            near = norms[min(h, len(norms) - 1)][start : start + tokens]
+            loop(rows[h], own, tables, statistics, size, near, start, tokens, out[h])
 
     return all_heads
 
 
 @no_type_check
-def _channel_scores(grid):
-    """Scores of a segment whose groups are `size` tokens of one channel."""
-    dim, read, (products, _) = grid.dim, statistics_loop(grid.low, grid.top, 1), _plane_loops(grid, grid.dim)
+def _statistics_loop(codes, groups):
+    """A loop that reads the statistics of `count` tokens (or channels), each with `groups`, from the place `start` on.
+
+    `floats[0, group]` become their steps and `floats[1, group]` their lowest values; `flat`: scratch of as many.
+    """
+    kind, top = codes.low, np.float32(codes.top)
 
     @numba.njit(**OPTIONS)
-    def scores(query, planes, scale, low, size, norms, start, tokens, out):
+    def read(statistics, start, count, flat, floats):
+        numbers = count * groups
+        scale, low = statistics[0][start : start + numbers], statistics[1][start : start + numbers]
+        steps, lows = flat[0], flat[1]
+        for i in range(numbers):
+            if kind == "none":
+                steps[i], lows[i] = np.float32(1), np.float32(0)
+            else:
+                steps[i] = single(scale[i])
+            if kind == "float":
+                lows[i] = single(low[i])
+            elif kind == "integer":
+                lows[i] = -steps[i] * np.float32(low[i])
+            elif kind == "symmetric":
+                lows[i] = -steps[i] * top
+        for group in range(groups):
+            to_steps, to_lows = floats[0, group], floats[1, group]
+            for i in range(count):
+                to_steps[i], to_lows[i] = steps[i * groups + group], lows[i * groups + group]
+
+    return read
+
+
+@no_type_check
+def _channel_scores(codes):
+    """Scores of a segment whose groups are `size` tokens of one channel."""
+    dim, read = codes.dim, _statistics_loop(codes, 1)
+    dots, _ = value_loops(codes.kind, codes.widths, dim)
+
+    @numba.njit(**OPTIONS)
+    def scores(query, planes, tables, statistics, size, norms, start, tokens, out):
         rows = out.shape[0]
-        raw, found = np.empty((rows, TILE), np.float32), np.empty((rows, TILE), np.float32)
-        folded, least = np.empty((rows, dim), np.float32), np.empty(rows, np.float32)
-        floats = np.empty((2, 1, dim), np.float32)
+        found, folded = np.empty((padded(rows), TILE), np.float32), np.zeros((padded(rows), dim), np.float32)
+        least, flat, floats = (
+            np.empty(rows, np.float32),
+            np.empty((2, dim), np.float32),
+            np.empty((2, 1, dim), np.float32),
+        )
         steps, lows = floats[0, 0], floats[1, 0]
         for group in range((tokens + size - 1) // size):
-            read(scale, low, group * dim, dim, floats)
+            read(statistics, group * dim, dim, flat, floats)
             for h in range(rows):
-                part = np.float32(0)
+                part, own, line = np.float32(0), query[h], folded[h]
                 for c in range(dim):
-                    folded[h, c] = query[h, c] * steps[c]
-                    part += query[h, c] * lows[c]
+                    line[c] = own[c] * steps[c]
+                    part += own[c] * lows[c]
                 least[h] = part
             end = min((group + 1) * size, tokens)
             for token in range(group * size, end, TILE):
                 count = min(TILE, end - token)
-                products(folded, planes, token, 0, count, raw, found)
-                near = norms[start + token : start + token + count]
+                dots(folded, planes, tables, token, 0, count, found)
+                near = norms[token : token + count]
                 for h in range(rows):
                     line, here, lowest = out[h, start + token : start + token + count], found[h], least[h]
                     for t in range(count):
@@ -216,25 +148,29 @@ def _channel_scores(grid):
 
 
 @no_type_check
-def _channel_mix(grid):
+def _channel_mix(codes):
     """Weighted sums of a segment whose groups are `size` tokens of one channel, added to `out`."""
-    dim, read, (_, mixed) = grid.dim, statistics_loop(grid.low, grid.top, 1), _plane_loops(grid, grid.dim)
+    dim, read = codes.dim, _statistics_loop(codes, 1)
+    _, sums = value_loops(codes.kind, codes.widths, dim)
 
     @numba.njit(**OPTIONS)
-    def mix(weights, planes, scale, low, size, norms, start, tokens, out):
+    def mix(weights, planes, tables, statistics, size, norms, start, tokens, out):
         rows = weights.shape[0]
-        near, ready = np.zeros((rows, TILE), np.float32), np.zeros((rows, TILE), np.float32)
-        part, total = np.empty((rows, dim), np.float32), np.empty(rows, np.float32)
-        floats = np.empty((2, 1, dim), np.float32)
+        near, part = np.zeros((padded(rows), TILE), np.float32), np.empty((padded(rows), dim), np.float32)
+        total, flat, floats = (
+            np.empty(rows, np.float32),
+            np.empty((2, dim), np.float32),
+            np.empty((2, 1, dim), np.float32),
+        )
         steps, lows = floats[0, 0], floats[1, 0]
         for group in range((tokens + size - 1) // size):
-            read(scale, low, group * dim, dim, floats)
+            read(statistics, group * dim, dim, flat, floats)
             part[:] = 0
             total[:] = 0
             end = min((group + 1) * size, tokens)
             for token in range(group * size, end, TILE):
                 count = min(TILE, end - token)
-                norm = norms[start + token : start + token + count]
+                norm = norms[token : token + count]
                 for h in range(rows):
                     line, here, all_of = weights[h, start + token : start + token + count], near[h], np.float32(0)
                     here[count:] = 0
@@ -242,7 +178,7 @@ def _channel_mix(grid):
                         here[t] = line[t] * norm[t]
                         all_of += here[t]
                     total[h] += all_of
-                mixed(near, planes, token, 0, count, ready, part)
+                sums(near, planes, tables, token, 0, count, part)
             for h in range(rows):
                 for c in range(dim):
                     out[h, c] += part[h, c] * steps[c] + total[h] * lows[c]
@@ -251,25 +187,27 @@ def _channel_mix(grid):
 
 
 @no_type_check
-def _token_scores(grid):
-    """Scores of a segment whose groups are `grid.channels` channels of one token."""
-    dim, span, groups = grid.dim, grid.channels, grid.dim // grid.channels
-    read, (products, _) = statistics_loop(grid.low, grid.top, groups), _plane_loops(grid, span)
+def _token_scores(codes):
+    """Scores of a segment whose groups are `codes.channels` channels of one token."""
+    dim, span, groups = codes.dim, codes.channels, codes.dim // codes.channels
+    read, (dots, _) = _statistics_loop(codes, groups), value_loops(codes.kind, codes.widths, span)
 
     @numba.njit(**OPTIONS)
-    def scores(query, planes, scale, low, size, norms, start, tokens, out):
+    def scores(query, planes, tables, statistics, size, norms, start, tokens, out):
         rows = out.shape[0]
-        raw, found = np.empty((rows, TILE), np.float32), np.empty((rows, TILE), np.float32)
+        found, queries = np.empty((padded(rows), TILE), np.float32), np.zeros((padded(rows), dim), np.float32)
         whole, floats = np.zeros((rows, groups), np.float32), np.empty((2, groups, TILE), np.float32)
+        flat = np.empty((2, groups * TILE), np.float32)
         for h in range(rows):
             for c in range(dim):
+                queries[h, c] = query[h, c]
                 whole[h, c // span] += query[h, c]
         for token in range(0, tokens, TILE):
             count = min(TILE, tokens - token)
-            read(scale, low, token * groups, count, floats)
-            near = norms[start + token : start + token + count]
+            read(statistics, token * groups, count, flat, floats)
+            near = norms[token : token + count]
             for group in range(groups):
-                products(query[:, group * span : (group + 1) * span], planes, token, group * span, count, raw, found)
+                dots(queries, planes, tables, token, group * span, count, found)
                 for h in range(rows):
                     line, here, sum_of = out[h, start + token : start + token + count], found[h], whole[h, group]
                     steps, lows = floats[0, group], floats[1, group]
@@ -282,38 +220,88 @@ def _token_scores(grid):
 
 
 @no_type_check
-def _token_mix(grid):
-    """Weighted sums of a segment with `grid.channels` channels of a token to a group; its weights take the steps."""
-    span, groups = grid.channels, grid.dim // grid.channels
-    read, (_, mixed) = statistics_loop(grid.low, grid.top, groups), _plane_loops(grid, span)
+def _token_mix(codes):
+    """Weighted sums of a segment with `codes.channels` channels of a token to a group; its weights take the steps."""
+    dim, span, groups = codes.dim, codes.channels, codes.dim // codes.channels
+    read, (_, sums) = _statistics_loop(codes, groups), value_loops(codes.kind, codes.widths, span)
 
     @numba.njit(**OPTIONS)
-    def mix(weights, planes, scale, low, size, norms, start, tokens, out):
+    def mix(weights, planes, tables, statistics, size, norms, start, tokens, out):
         rows = weights.shape[0]
-        near, stepped = np.zeros((rows, TILE), np.float32), np.zeros((rows, TILE), np.float32)
-        ready, least = np.zeros((rows, TILE), np.float32), np.zeros((groups, rows, TILE), np.float32)
-        floats = np.zeros((2, groups, TILE), np.float32)
+        stepped, part = np.zeros((padded(rows), TILE), np.float32), np.zeros((padded(rows), dim), np.float32)
+        least, floats = np.zeros((groups, rows), np.float32), np.empty((2, groups, TILE), np.float32)
+        flat = np.empty((2, groups * TILE), np.float32)
         for token in range(0, tokens, TILE):
             count = min(TILE, tokens - token)
-            read(scale, low, token * groups, count, floats)
-            norm = norms[start + token : start + token + count]
-            for h in range(rows):
-                line, here = weights[h, start + token : start + token + count], near[h]
-                here[count:] = 0
-                for t in range(count):
-                    here[t] = line[t] * norm[t]
+            read(statistics, token * groups, count, flat, floats)
+            norm = norms[token : token + count]
             for group in range(groups):
                 steps, lows = floats[0, group], floats[1, group]
                 for h in range(rows):
-                    here, line, lowest = near[h], stepped[h], least[group, h]
-                    for i in range(TILE):
-                        line[i] = here[i] * steps[i]
-                        lowest[i] += here[i] * lows[i]
-                mixed(stepped, planes, token, group * span, count, ready, out)
+                    line, here = weights[h, start + token : start + token + count], stepped[h]
+                    lowest = np.float32(0)
+                    here[count:] = 0
+                    for t in range(count):
+                        near = line[t] * norm[t]
+                        here[t] = near * steps[t]
+                        lowest += near * lows[t]
+                    least[group, h] += lowest
+                sums(stepped, planes, tables, token, group * span, count, part)
         for h in range(rows):
-            for group in range(groups):
-                total = least[group, h].sum()
-                for c in range(span):
-                    out[h, group * span + c] += total
+            for c in range(dim):
+                out[h, c] += part[h, c] + least[c // span, h]
 
     return mix
+
+
+_EXP2 = (1.0, 0.6931471805599453, 0.2402265069591007, 0.05550410866482158, 0.009618129107628477)
+_EXP2_HIGH = (0.0013333558146428443, 0.00015403530393381608)
+
+
+@numba.njit(**OPTIONS)
+@no_type_check
+def highest(numbers):
+    """The highest number: bits of floats, with those of a negative one inverted, are ordered as integers are.
+
+    A maximum of integers is vectorized, one of floats is not.
+    """
+    bits, rest = numbers.view(np.int32), np.int32(0x7FFFFFFF)
+    most = np.int32(-rest)
+    for i in range(bits.shape[0]):
+        most = max(most, np.int32(bits[i] ^ ((bits[i] >> np.int32(31)) & rest)))
+    return np.int32(most ^ ((most >> np.int32(31)) & rest)).view(np.float32)
+
+
+@numba.njit(**OPTIONS)
+@no_type_check
+def softmax_weights(scores, first):
+    """Softmax numerators in place, `exp(score - max)`, zero before token `first`; the sum of each row."""
+    rows, tokens = scores.shape
+    totals = np.zeros(rows, np.float32)
+    ints = np.empty(256, np.int32)
+    floats = ints.view(np.float32)
+    for row in range(rows):
+        line = scores[row]
+        line[:first] = 0
+        top = highest(line[first:])
+        total = 0.0
+        for start in range(first, tokens, 256):
+            piece = line[start : min(start + 256, tokens)]
+            count = piece.shape[0]
+            for i in range(count):
+                y = max((piece[i] - top) * np.float32(1.4426950408889634), np.float32(-126))
+                whole = np.floor(y + np.float32(0.5))
+                f = y - whole
+                high = np.float32(_EXP2_HIGH[0]) + f * np.float32(_EXP2_HIGH[1])
+                for_4 = np.float32(_EXP2[4]) + f * high
+                for_3 = np.float32(_EXP2[3]) + f * for_4
+                for_2 = np.float32(_EXP2[2]) + f * for_3
+                piece[i] = np.float32(1) + f * (np.float32(_EXP2[1]) + f * for_2)
+                ints[i] = (np.int32(whole) + 127) << 23
+            part = np.float32(0)
+            for i in range(count):
+                piece[i] *= floats[i]
+                part += piece[i]
+            total += part
+        totals[row] = total
+    return totals

@@ -22,9 +22,7 @@ from torch import Tensor
 from kvq.codecs import DoubleQuant, plane_widths
 from kvq.codecs.packed import BlockRun
 from kvq.kernels.linear_chain import LinearChain, PackedStates
-from kvq_kernels.cpu_loops import loop_over_rows, statistics_loop
-from kvq_kernels.cpu_tables import Kind, Numbers, dots_step
-from kvq_kernels.cpu_vectors import OPTIONS, TILE, lanes_of
+from kvq_kernels.cpu_values import OPTIONS, TILE, padded, single, value_loops
 
 
 @dataclass(frozen=True)
@@ -182,21 +180,14 @@ def _has_restore_loop(quantized: DoubleQuant, tokens: bool, length: int) -> bool
     return min(quantized.group_size or length, length) % (8 // quantized.bits) == 0
 
 
-_halves_of = statistics_loop("symmetric", 0, 1)
-
-
 @numba.njit(**OPTIONS)
 @no_type_check
 def halves(numbers, step, out):
     """fp16, held as int16, in fp32: `out[row]` from `numbers[row * step]` on."""
-    floats = np.empty((2, 1, TILE), np.float32)
     for row in range(out.shape[0]):
-        for start in range(0, out.shape[1], TILE):
-            count = min(TILE, out.shape[1] - start)
-            _halves_of(numbers, numbers, row * step + start, count, floats)
-            line = out[row, start : start + count]
-            for i in range(count):
-                line[i] = floats[0, 0, i]
+        line, held = out[row], numbers[row * step :]
+        for i in range(line.shape[0]):
+            line[i] = single(held[i])
 
 
 @functools.cache
@@ -213,14 +204,12 @@ def restore_loop(width: int):
     def restore(codes, steps, at, size, first, out):
         heads, rows, length = out.shape
         columns, groups = (length + places - 1) // places, (length + size - 1) // size
-        floats = np.empty((2, 1, groups), np.float32)
         for head in range(heads):
             for row in range(rows):
-                _halves_of(steps, steps, head * at[1] + row * groups, groups, floats)
-                begin = head * at[0] + row * columns
+                begin, own = head * at[0] + row * columns, steps[head * at[1] + row * groups :]
                 line, held = out[head, row], codes[begin : begin + columns]
                 for group in range(groups):
-                    step, stop = floats[0, 0, group], min((group + 1) * size, length)
+                    step, stop = single(own[group]), min((group + 1) * size, length)
                     whole = stop // places
                     for byte in range(group * size // places, whole):
                         code = np.int32(held[byte])
@@ -306,24 +295,22 @@ def turned_loop(pairs: int, half: bool, interleaved: bool):
     in fp32 (`half`: bf16, held as int16), `factors` `[heads or 1, tokens]`, `out` `[heads, group, tokens]`. A token's
     angles are what a query's products with the vector are multiplied by, as if they were the values of codes.
     """
-    lanes = lanes_of(pairs or 1)
-    kind = Kind(functools.partial(Numbers, pairs, half, lanes), 2 * pairs, lanes, lambda rows: (4, 4), 1, 1)
-    dots = loop_over_rows(functools.partial(dots_step, kind))
+    dots, _ = value_loops("numbers", (16 if half else 32,), pairs)
     step, apart = (2, 1) if interleaved else (1, pairs)
 
     @numba.njit(**OPTIONS)
     def turned(query, vectors, angles, factors, start, length, out):
         group, dim = query.shape
-        found = np.zeros((group, TILE + 8), np.float32)
-        products, rest = np.empty((group, 2 * pairs), np.float32), np.empty(group, np.float32)
+        found = np.zeros((2, padded(group), TILE), np.float32)
+        products, rest = np.zeros((2, padded(group), pairs), np.float32), np.empty(group, np.float32)
         for block in range(vectors.shape[0]):
             vector, first = vectors[block], start + block * length
             for h in range(group):
-                own, line = query[h], products[h]
+                own, one, two = query[h], products[0, h], products[1, h]
                 for p in range(pairs):
                     a, b = p * step, p * step + apart
-                    line[p] = own[a] * vector[a] + own[b] * vector[b]
-                    line[pairs + p] = own[b] * vector[a] - own[a] * vector[b]
+                    one[p] = own[a] * vector[a] + own[b] * vector[b]
+                    two[p] = own[b] * vector[a] - own[a] * vector[b]
                 still = np.float32(0)
                 for channel in range(2 * pairs, dim):
                     still += own[channel] * vector[channel]
@@ -331,12 +318,14 @@ def turned_loop(pairs: int, half: bool, interleaved: bool):
             for token in range(first, first + length, TILE):
                 count = min(TILE, first + length - token)
                 if pairs > 0:
-                    dots(products, angles, (products, products, products), token, count, found)
+                    for part in range(2):
+                        turns = (angles[part], angles[part], angles[part])
+                        dots(products[part], turns, turns, token, 0, count, found[part])
                 near = factors[token : token + count]
                 for h in range(group):
-                    line, here = out[h, token : token + count], found[h]
+                    line, one, two, still = out[h, token : token + count], found[0, h], found[1, h], rest[h]
                     for t in range(count):
-                        line[t] += (here[t] + rest[h]) * near[t]
+                        line[t] += (one[t] + two[t] + still) * near[t]
 
     @numba.njit(**OPTIONS)
     def all_heads(queries, vectors, angles, factors, start, length, out):

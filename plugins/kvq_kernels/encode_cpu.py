@@ -15,19 +15,17 @@ import numba
 import numpy as np
 import torch
 from jaxtyping import Float
-from llvmlite import ir
-from numba.core import cgutils, types
-from numba.extending import intrinsic
 from torch import Tensor
 
 from kvq.codecs import VectorQuantizer
 from kvq.codecs.quantizers import Parts, to_stored
 from kvq_kernels.cpu import pool
-from kvq_kernels.cpu_tables import GROUP
-from kvq_kernels.cpu_vectors import BYTE, INT, LANES, Step
+from kvq_kernels.cpu_loops import highest
+from kvq_kernels.cpu_values import GROUP
 from kvq_kernels.uniform_chain import ROWS, Grids, UniformChain, book_columns, fit_grids, gain_of, parts_of_search
 
-ENTRIES, TOGETHER = 256, 2  # of a codebook; vectors of a step
+ENTRIES = 256
+"""Of a codebook."""
 
 _OPTIONS = {"nogil": True, "error_model": "numpy", "boundscheck": False}
 _EXACT = _OPTIONS | {"fastmath": False}
@@ -302,98 +300,44 @@ def _gains(chain: UniformChain, loops: Loops, y: Tensor, codes: Tensor, size: in
 def search(
     quantizer: VectorQuantizer, y: Float[Tensor, "*lead tokens dim"]
 ) -> tuple[Parts, Float[Tensor, "*lead tokens 1"] | None]:
-    """Codes and gains of `y` (fp32), see `parts_of_search`; a last vector may have a partner of zeros."""
-    signed, count = quantizer.bits == 2, y.numel() // GROUP
-    rows = torch.zeros(count + count % TOGETHER, GROUP)
-    rows[:count] = y.reshape(-1, GROUP)
+    """Codes and gains of `y` (fp32), see `parts_of_search`."""
+    signed, rows = quantizer.bits == 2, y.reshape(-1, GROUP).float()
     codes = torch.empty(2 if signed else 1, len(rows), dtype=torch.uint8)
     scores = torch.empty(len(rows))
     columns = book_columns(quantizer.codebook, quantizer.bits, y.device).numpy()
     _search_loop(signed)(rows.numpy(), columns, codes[0].numpy(), codes[-1].numpy(), scores.numpy())
-    return parts_of_search(quantizer, y, codes[:, :count], scores[:count])
+    return parts_of_search(quantizer, y, codes, scores)
 
 
 @functools.cache
 @no_type_check
 def _search_loop(signed):
-    """A loop `(rows, columns, codes, signs, scores)` over an even number of vectors `[count, 8]`."""
+    """A loop `(rows, columns, codes, signs, scores)` over vectors `[count, 8]`."""
 
-    def build(context, builder, signature, args):
-        step = _Vectors(context, builder, signature, args, 8, LANES)
-        at = [builder.add(args[5], step.index(index)) for index in range(TOGETHER)]
-        vectors = [step.vector_of(row, signed) for row in at]
-        wide = ir.VectorType(INT, LANES)
-        lanes = ir.Constant(wide, list(range(LANES)))
-        best, where = [None] * TOGETHER, [ir.Constant(wide, [0] * LANES)] * TOGETHER
-        for first in range(0, ENTRIES, LANES):
-            columns = [step.load(1, step.index(channel), step.index(first)) for channel in range(GROUP + 1)]
-            for index, channels in enumerate(vectors):
-                score = columns[GROUP]
-                for column, channel in zip(columns[:GROUP], channels, strict=True):
-                    score = step.add_product(channel, column, score)
-                if first == 0:
-                    best[index] = score
-                    continue
-                more = builder.fcmp_ordered(">", score, best[index])
-                best[index] = builder.select(more, score, best[index])
-                here = ir.Constant(wide, [first] * LANES)
-                where[index] = builder.select(more, here, where[index])
-        for index, row in enumerate(at):
-            top, place = step.highest(best[index], builder.add(where[index], lanes))
-            builder.store(builder.trunc(place, BYTE), step.pointer(2, BYTE, row))
-            builder.store(top, step.pointer(4, ir.FloatType(), row))
-            if signed:
-                builder.store(step.signs_of(row), step.pointer(3, BYTE, row))
-        return context.get_dummy_value()
-
-    @intrinsic
-    def two(typing_context, rows, columns, codes, signs, scores, first):
-        return types.void(rows, columns, codes, signs, scores, types.intp), build
+    @numba.njit(**_OPTIONS, fastmath={"contract"})
+    def score_entries(vector, columns, line):
+        v0, v1, v2, v3, v4, v5, v6, v7 = vector
+        for e in range(ENTRIES):
+            score = columns[8, e] + v0 * columns[0, e] + v1 * columns[1, e] + v2 * columns[2, e] + v3 * columns[3, e]
+            line[e] = score + v4 * columns[4, e] + v5 * columns[5, e] + v6 * columns[6, e] + v7 * columns[7, e]
 
     @numba.njit(**_OPTIONS)
     def loop(rows, columns, codes, signs, scores):
-        for first in range(0, rows.shape[0], TOGETHER):
-            two(rows, columns, codes, signs, scores, first)
+        line = np.empty(ENTRIES, np.float32)
+        for row in range(rows.shape[0]):
+            v = rows[row]
+            if signed:
+                byte = 0
+                for i in range(GROUP):
+                    byte |= (v[i] < 0) << i
+                signs[row] = byte
+                eight = abs(v[0]), abs(v[1]), abs(v[2]), abs(v[3]), abs(v[4]), abs(v[5]), abs(v[6]), abs(v[7])
+            else:
+                eight = v[0], v[1], v[2], v[3], v[4], v[5], v[6], v[7]
+            score_entries(eight, columns, line)
+            top, place = highest(line), np.int32(ENTRIES - 1)
+            for e in range(ENTRIES):
+                place = min(place, np.int32(e) if line[e] == top else np.int32(ENTRIES - 1))
+            codes[row], scores[row] = place, top
 
     return loop
-
-
-@no_type_check
-class _Vectors(Step):
-    """Reads vectors of 8 channels from argument 0."""
-
-    def _vector(self, row):
-        kind = ir.VectorType(ir.FloatType(), GROUP)
-        found = self.builder.load(self.pointer(0, kind, row, self.index(0)), typ=kind)
-        found.align = 4
-        return found
-
-    def vector_of(self, row, signed):
-        """Each channel of the vector (of a signed codebook: its magnitude) in all lanes."""
-        vector = self._vector(row)
-        if signed:
-            kind = ir.VectorType(INT, GROUP)
-            bits = self.builder.and_(self.builder.bitcast(vector, kind), ir.Constant(kind, [0x7FFFFFFF] * GROUP))
-            vector = self.builder.bitcast(bits, vector.type)
-        places = [ir.Constant(ir.VectorType(INT, LANES), [channel] * LANES) for channel in range(GROUP)]
-        return [self.builder.shuffle_vector(vector, vector, place) for place in places]
-
-    def signs_of(self, row):
-        """A byte with bit i set where channel i is below zero."""
-        vector = self._vector(row)
-        negative = self.builder.fcmp_ordered("<", vector, ir.Constant(vector.type, [0.0] * GROUP))
-        return self.builder.bitcast(negative, BYTE)
-
-    def highest(self, scores, places):
-        """The highest score, and the least place that has it."""
-        top = self._reduced("fmax", scores, ir.FloatType(), "f32")
-        one = self.builder.insert_element(ir.Constant(self.vector, ir.Undefined), top, INT(0))
-        zeros = ir.Constant(ir.VectorType(INT, LANES), [0] * LANES)
-        equal = self.builder.fcmp_ordered("==", scores, self.builder.shuffle_vector(one, one, zeros))
-        none = ir.Constant(ir.VectorType(INT, LANES), [ENTRIES - 1] * LANES)
-        return top, self._reduced("umin", self.builder.select(equal, places, none), INT, "i32")
-
-    def _reduced(self, how, vector, kind, suffix):
-        name = f"llvm.vector.reduce.{how}.v{LANES}{suffix}"
-        reduce = cgutils.get_or_insert_function(self.builder.module, ir.FunctionType(kind, [vector.type]), name)
-        return self.builder.call(reduce, [vector])
