@@ -299,8 +299,8 @@ def _book_loops(kind, dim):
         """Copy 8 numbers, all of which are read before one is written: then they are one vector."""
         r = np.uintp(row) << np.uintp(3)
         a0, a1, a2, a3 = table[r], table[r + np.uintp(1)], table[r + np.uintp(2)], table[r + np.uintp(3)]
-        r += np.uintp(4)
-        b0, b1, b2, b3 = table[r], table[r + np.uintp(1)], table[r + np.uintp(2)], table[r + np.uintp(3)]
+        b0, b1 = table[r + np.uintp(4)], table[r + np.uintp(5)]
+        b2, b3 = table[r + np.uintp(6)], table[r + np.uintp(7)]
         out[c], out[c + 1], out[c + 2], out[c + 3] = a0, a1, a2, a3
         out[c + 4], out[c + 5], out[c + 6], out[c + 7] = b0, b1, b2, b3
 
