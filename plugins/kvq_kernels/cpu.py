@@ -233,15 +233,14 @@ def _loops(quantizer: Quantizer, dim: int) -> tuple[Loops, tuple[Any, ...]]:
 
 def _grid(quantizer: Quantizer, dim: int) -> Codes:
     """The uniform grid that loops are compiled for."""
-    widths = plane_widths(quantizer.bits)
     if isinstance(quantizer, SignedMaxQuantizer):
-        channels = min(quantizer.group_size or dim, dim)
+        widths, channels = plane_widths(quantizer.bits), min(quantizer.group_size or dim, dim)
         return Codes("uniform", widths, dim, channels, low="symmetric", top=2 ** (quantizer.bits - 1))
     assert is_affine(quantizer)
     low = "symmetric" if quantizer.symmetric else quantizer.zero_point
     channels = min(quantizer.group_size or dim, dim) if quantizer.axis == "per_token" else dim
     top = 2 ** (quantizer.bits - 1) - 1
-    return Codes("uniform", widths, dim, channels, quantizer.axis == "per_channel", low, top)
+    return Codes("uniform", plane_widths(quantizer.bits), dim, channels, quantizer.axis == "per_channel", low, top)
 
 
 def unfit_reason(states: PackedStates) -> str | None:
