@@ -39,20 +39,20 @@ class KVCache(PaddableCache, WatchfulCache):
     """A quantized cache for `model.generate(**inputs, past_key_values=kvq.KVCache(model, method))`.
 
     Args:
-        model: a causal LM some of whose layers cache keys and values (`docs/models.md`), or such a model as tasks have
-            it (`kvq.models.load.LoadedModel`), which says the dtype too.
-        method: from `kvq.build_method`; its `layers` makes the layers.
+        model: a causal LM some of whose layers cache keys and values (`docs/models.md`), or a
+            `kvq.models.load.LoadedModel`, which also sets the dtype.
+        method: from `kvq.build_method`; `Method.layers` builds the cache layers.
         keep_decoded: keep the decoded copy beside the packed one: faster, bit-identical, no memory saved.
         attention: `dense` decodes keys and values for the model's own attention; `packed` computes the attention of a
-            decoded token from the codes (the same function up to rounding), switching the model's attention to one that
-            can. A prefill attends to dense states in full precision, before what leaves the residual is quantized.
-        dtype: of what stays in full precision, and of decoded tokens; None: the `cache_dtype` of a `LoadedModel`, else
-            as the model computes. States are cast to it as they enter and to the model's when attention reads them, as
-            if the model computed in this dtype.
+            single new token from the codes (equal up to rounding) and switches the model to an implementation that can.
+            A prefill attends in full precision, before the tokens that leave the residual are quantized.
+        dtype: of the full-precision and the decoded tokens; None: the `cache_dtype` of a `LoadedModel`, else the dtype
+            of the model. States are cast to it when they are appended, and back to the model's dtype when attention
+            reads them.
 
     Raises:
         ConfigError: an unknown attention, or packed attention with `keep_decoded`.
-        Unsupported: the method cannot work on the model's head dim, or attention cannot read its codes.
+        Unsupported: the method does not support the model's head dim, or attention cannot read its codes.
     """
 
     version: ClassVar[int] = 1
@@ -138,7 +138,7 @@ class KVCache(PaddableCache, WatchfulCache):
 
     @property
     def token_by_token(self) -> bool:
-        """Each query of a chunk reads what it would if the chunk's tokens came one per forward."""
+        """Whether each query of a chunk reads the states that it would read if the tokens came one per forward."""
         return any(layer.token_by_token for layer in self.kv_layers)
 
     @token_by_token.setter
@@ -148,7 +148,9 @@ class KVCache(PaddableCache, WatchfulCache):
 
     @isolated()
     def before_attention(self, module: nn.Module, arguments: dict[str, Any], hidden: Tensor) -> SourceColumns | None:
-        """Check the attention, pass its rotations to the layer, and return the columns of the keys it will read.
+        """Check an attention, pass its RoPE tables to its cache layer, and return the key columns that it will read.
+
+        None means one column for each token.
 
         Args:
             arguments: of the module's forward, by name.
@@ -202,7 +204,7 @@ class KVCache(PaddableCache, WatchfulCache):
         return super().is_croppable and self._no_crop is None
 
     def _set_recording(self, on: bool) -> None:
-        """Switch on or off that `crop` can undo the last forward."""
+        """Switch recording on or off in all layers; while it is on, `crop` can undo the last forward."""
         self.recording = on
         for layer in self.kv_layers:
             layer.record(on)
@@ -214,7 +216,7 @@ class KVCache(PaddableCache, WatchfulCache):
         Args:
             input_ids: `[batch, tokens]`; None: the model gets embeddings.
             padding: columns before the first token of each sequence; None: none.
-            logits_to_keep: as the model has it; None: not given.
+            logits_to_keep: this argument of the model's forward; None: it was left out.
         """
         if padding != self.padding:
             self.pad(padding)
@@ -275,7 +277,7 @@ class KVCache(PaddableCache, WatchfulCache):
 
         Raises:
             RecordError: a path that cannot be written.
-            Unsupported: a method whose state has no form in a file (transformers' own caches), or that nothing names.
+            Unsupported: a method whose state cannot be saved (transformers' own caches), or one without `settings`.
         """
         model = self._model()
         if model is None:
@@ -297,12 +299,12 @@ class KVCache(PaddableCache, WatchfulCache):
         """Return a cache with the tokens that `save` wrote, here or on another machine.
 
         Args:
-            model: with the weights and the dtype of the one that filled it, on any device.
-            method: with the settings, the residual and the tables of the one that filled it.
-            keep_decoded, attention: as `KVCache` has them; the dtype is the file's.
+            model: with the same weights and dtype as the model that filled the cache, on any device.
+            method: with the same settings, residual and calibration tables as the method that filled it.
+            keep_decoded, attention: as in `KVCache`, whose `dtype` comes from the file.
 
         Raises:
-            DataError: no such file; one that is damaged or of something else; another method, model or version.
+            DataError: a file that is missing, damaged or no cache, or that names another method, model or version.
         """
         path, layers = Path(path), len(kv_layers_of(model.config.get_text_config()))  # type: ignore[union-attr, operator]
         content = files.read(path, files.identity(model, method, layers))

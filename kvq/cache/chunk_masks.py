@@ -33,8 +33,8 @@ class Transitions:
 
 @dataclass(frozen=True)
 class CopySources:
-    """Where one side's copies come from: copy `full_at[i]` is token `full[i]` in full precision, copy `decoded_at[i]`
-    is the decoded form of moved token `decoded[i]`, counted from the first token of the side that moves.
+    """Sources of one side's copies: copy `full_at[i]` is token `full[i]` in full precision, copy `decoded_at[i]` is the
+    decoded form of token `Transitions.start + decoded[i]`.
     """
 
     full_at: Int[Tensor, " some"]
@@ -56,12 +56,12 @@ class CopySources:
 
 @dataclass(frozen=True)
 class SourceColumns:
-    """Columns of a chunk in which tokens leave full precision: all as its first query reads them, then later forms.
+    """Key columns that a chunk attends to: each token as the first query reads it, then copies of those that change.
 
     Attributes:
         moves: which keys and which values leave full precision, and when.
-        copies: token index of each later form (one side decoded, then both); `keys`, `values`: where copies come from.
-        visible: whether a query reads a column; of the copies of a token it reads exactly one.
+        copies: token index of each copy (first those with one side decoded, then both); `keys`, `values`: sources.
+        visible: whether a query reads a column; of the columns of a token it reads exactly one.
     """
 
     moves: tuple[Transitions, Transitions]
@@ -83,22 +83,23 @@ class SourceColumns:
         same = (self.moves, self.tokens, self.visible.shape[0]) == (moves, tokens, queries)
         return same and self.visible.device == device
 
-    def mask(self, given: Tensor | None) -> Tensor:
-        """The attention mask over the columns, from the model's own over the tokens (None: causal)."""
-        if id(given) not in self._masks:
-            self._masks[id(given)] = (given, self._extend(given))  # holds `given`, so that its id stays its own
-        return self._masks[id(given)][1]
+    def mask(self, token_mask: Tensor | None) -> Tensor:
+        """The mask `[.., queries, columns]` made from the model's mask `[.., queries, tokens]` (None: causal)."""
+        if id(token_mask) not in self._masks:
+            # The entry holds `token_mask`, so that no other mask gets its id.
+            self._masks[id(token_mask)] = (token_mask, self._extend(token_mask))
+        return self._masks[id(token_mask)][1]
 
-    def _extend(self, given: Tensor | None) -> Tensor:
-        """Append columns for the copies to a mask `[.., queries, tokens]`, and hide what `visible` hides."""
+    def _extend(self, token_mask: Tensor | None) -> Tensor:
+        """Append columns for the copies to a mask `[.., queries, tokens]`, and hide columns that are not `visible`."""
         queries, tokens = self.visible.shape[0], self.tokens
-        if given is None:
+        if token_mask is None:
             causal = torch.ones(queries, tokens, dtype=torch.bool, device=self.visible.device)
-            given = causal.tril(tokens - queries)[None, None]
-        if not isinstance(given, Tensor) or given.ndim != 4 or given.shape[-2:] != (queries, tokens):
-            shape = list(given.shape) if isinstance(given, Tensor) else type(given).__name__
+            token_mask = causal.tril(tokens - queries)[None, None]
+        if not isinstance(token_mask, Tensor) or token_mask.ndim != 4 or token_mask.shape[-2:] != (queries, tokens):
+            shape = list(token_mask.shape) if isinstance(token_mask, Tensor) else type(token_mask).__name__
             raise Unsupported(f"model: attention mask {shape}, where residual=sliding needs [.., {queries}, {tokens}]")
-        mask = torch.cat([given, given.index_select(-1, self.copies)], -1)
+        mask = torch.cat([token_mask, token_mask.index_select(-1, self.copies)], -1)
         if mask.dtype is torch.bool:
             return mask & self.visible
         return mask.masked_fill(~self.visible, torch.finfo(mask.dtype).min)

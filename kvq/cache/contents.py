@@ -35,7 +35,7 @@ _PROBED: weakref.WeakKeyDictionary[nn.Module, bool] = weakref.WeakKeyDictionary(
 
 
 class StateLayer(LinearAttentionLayer):
-    """The states of one layer. Of a layer that caches nothing, it stays empty."""
+    """The recurrent and convolution states of one layer; empty for a layer that caches nothing."""
 
     @property
     def is_croppable(self) -> bool:
@@ -66,11 +66,11 @@ class StateLayer(LinearAttentionLayer):
             setattr(self, name, {key: None if state is None else change(state) for key, state in states.items()})
 
     def write(self) -> dict[str, Any]:
-        """The state that a file holds."""
+        """Return the state to save in a file: attributes by name."""
         return {name: vars(self)[name] for name in sorted(vars(self).keys() - {"device"})}
 
     def read(self, state: dict[str, Any], device: torch.device) -> None:
-        """Fill the empty layer with what `write` gave, whose tensors are on `device`."""
+        """Restore into this empty layer the state that `write` returned, with tensors on `device`."""
         vars(self).update(state)
         self.device = None if self.dtype is None else device
 
@@ -103,11 +103,11 @@ class CountedCache(Cache):
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of states of fixed size, which no method quantizes."""
+        """Bytes of recurrent states, which have a fixed size and are never quantized."""
         return sum(state.nbytes for state in self._states.values())
 
     def check_part(self, model: nn.Module | None, tokens: int) -> None:
-        """Raise `Unsupported` for a later chunk of several tokens where the model would start with empty states."""
+        """Raise `Unsupported` for a later chunk of several tokens if the model would reset its recurrent states."""
         if self._states and tokens > 1 and model is not None and not reads_in_parts(model):
             raise Unsupported(
                 f"model: {type(model).__name__} begins anew with every part of several tokens; read a text at once and "
@@ -131,7 +131,7 @@ class CountedCache(Cache):
 
     @property
     def _layers_and_states(self) -> list[Any]:
-        """The layers with keys and values, then the states of all layers."""
+        """The layers with keys and values, then the `StateLayer`s of all layers."""
         return [*(layer for layer in self.layers if not isinstance(layer, StateLayer)), *self._states.values()]
 
     @property
@@ -166,7 +166,7 @@ class CountedCache(Cache):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of everything the next token needs: packed prefixes, full-precision residuals, and states."""
+        """Bytes of everything the next token needs: packed prefixes, full-precision residuals, recurrent states."""
         return self.packed_bytes + sum(side.residual_bytes for side in self._sides()) + self.state_bytes
 
     @property
@@ -190,13 +190,13 @@ class CountedCache(Cache):
 
     @property
     def recompression(self) -> Recompression | None:
-        """What encoding packed tokens again has changed, over all layers; None: the method never does."""
+        """Errors from encoding packed tokens again, summed over all layers; None: the method never does that."""
         found = [done for side in self._sides() if (done := getattr(side, "recompression", None)) is not None]
         return Recompression(*map(sum, zip(*found, strict=True))) if found else None
 
 
 def states_of(model: Any, layers: Sequence[int]) -> dict[int, StateLayer]:
-    """Empty states by layer number, of layers that have them or cache nothing; {} for a model without such states."""
+    """Empty `StateLayer`s by layer index, for layers with recurrent states or without a cache; {}: no layer has any."""
     config = model.config.get_text_config()
     with_state = state_layers_of(config)
     if not with_state:
@@ -213,16 +213,16 @@ def states_of(model: Any, layers: Sequence[int]) -> dict[int, StateLayer]:
 
 
 def place_layers(held: Sequence[KvLayer], own: Sequence[Any], states: Mapping[int, StateLayer]) -> list[Any]:
-    """All layers in the model's order: `own`, which belong to `held`, and states where there are no keys and values."""
-    found: dict[int, Any] = {**states} | {layer.index: one for layer, one in zip(held, own, strict=True)}
-    return [found[index] for index in sorted(found)]
+    """All layers in the model's order: `own[i]` for attention `held[i]`, `states` for layers without attention."""
+    by_index: dict[int, Any] = {**states} | {layer.index: one for layer, one in zip(held, own, strict=True)}
+    return [by_index[index] for index in sorted(by_index)]
 
 
 @torch.no_grad()
 def reads_in_parts(model: Any) -> bool:
-    """Whether a model with states gives a text in parts of several tokens the outputs of the whole text (by a probe).
+    """Whether a model with recurrent states computes the same for a text in chunks as for all of it (by a probe).
 
-    In some families, each part of several tokens begins with empty states.
+    In some families, each chunk of several tokens begins with empty states.
     """
     if model in _PROBED:
         return _PROBED[model]
@@ -234,16 +234,16 @@ def reads_in_parts(model: Any) -> bool:
         at = torch.arange(start, end, device=tokens.device)[None]
         out = base(input_ids=tokens[:, start:end], position_ids=at, past_key_values=cache, use_cache=True)
         parts.append(out.last_hidden_state)
-    found = torch.cat(parts, 1)
-    _PROBED[model] = float((found - whole).abs().max() / whole.abs().max()) <= _TOLERANCE.get(found.dtype, _NARROW)
+    joined = torch.cat(parts, 1)
+    _PROBED[model] = float((joined - whole).abs().max() / whole.abs().max()) <= _TOLERANCE.get(joined.dtype, _NARROW)
     return _PROBED[model]
 
 
 def bytes_together(caches: Sequence[CountedCache]) -> int:
     """Sum of the caches' `nbytes`, where rows that forks share count once.
 
-    Of a tensor with rows of several forks, those of the longest count. What is not in rows (sinks, kept keys, states of
-    fixed size, transformers' own caches) counts for each cache.
+    Of a tensor that forks share, the rows of the longest fork count. Other storage (sinks, kept keys, recurrent states,
+    transformers' own caches) counts for each cache.
     """
     own, shared = 0, dict[int, int]()
     for cache in caches:

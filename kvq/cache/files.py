@@ -1,7 +1,7 @@
 """Files of tensors, and caches on disk: tensors and plain numbers (`torch.save`) that name method, model and versions.
 
-Safetensors with a header of JSON are written for tables. Nothing in a file is code. What the file of a cache names is
-compared with the method and the model that are to go on from it.
+Safetensors with a header of JSON are written for tables. Nothing in a file is code. The method, model and versions that
+a cache file names must equal those of the cache that is to be filled from it.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def identity(model: Any, method: Any, layers: int) -> dict[str, Any]:
 
 
 def map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """A copy of the state of a cache, with `change` of each tensor in its place."""
+    """A copy of a cache's state in which each tensor is replaced by `change(tensor)`."""
     if isinstance(value, Tensor):
         return change(value)
     if isinstance(value, Growable):
@@ -94,7 +94,7 @@ def write(
 
 
 def read_file(path: Path) -> dict[str, Any]:
-    """What `write` put into a file, on the CPU; `DataError` for another or a damaged file."""
+    """Read the content that `write` saved, on the CPU; `DataError`: the file is damaged or of another format."""
     try:
         with zipfile.ZipFile(path) as whole:
             if (part := whole.testzip()) is not None:  # by the checksums, which `torch.load` leaves alone
@@ -111,19 +111,19 @@ def read_file(path: Path) -> dict[str, Any]:
 
 
 def read(path: Path, about: Mapping[str, Any]) -> dict[str, Any]:
-    """As `read_file`; `DataError` too for a file that is not of `about` (`identity`), named by what differs."""
+    """Read a cache file, on the CPU; `DataError`: it is damaged, or differs from `about` (`identity`) in a setting."""
     content = read_file(path)
-    if (found := _difference(json.loads(content["about"]), json.loads(json.dumps(about)), "")) is not None:
-        raise DataError(f"cache {path}: of {found}")
+    if (difference := _difference(json.loads(content["about"]), json.loads(json.dumps(about)), "")) is not None:
+        raise DataError(f"cache {path}: of {difference}")
     return content
 
 
 def _difference(theirs: Any, own: Any, name: str) -> str | None:
-    """Describe the first setting, below `name`, in which a file differs from what is here; None: none does."""
+    """Describe the first setting, below `name`, in which a file (`theirs`) differs from `own`; None: none does."""
     if isinstance(theirs, Mapping) and isinstance(own, Mapping):
         names = sorted(own.keys() | theirs.keys())
-        found = (_difference(theirs.get(key), own.get(key), f"{name}.{key}") for key in names)
-        return next(filter(None, found), None)
+        differences = (_difference(theirs.get(key), own.get(key), f"{name}.{key}") for key in names)
+        return next(filter(None, differences), None)
     texts = ("null" if value is None else str(value)[:60] for value in (theirs, own))
     return None if theirs == own else "{}={}, here it is {}".format(name[1:], *texts)
 
@@ -136,11 +136,11 @@ def fill(
     groups: Sequence[int],
     states: Mapping[int, StateLayer],
 ) -> None:
-    """Fill empty layers, tables and states with what `read` gave.
+    """Fill empty layers, RoPE tables and recurrent states with the `content` that `read` returned.
 
     Args:
-        groups: the table of each layer, by index; empty: there are no tables.
-        states: of fixed size, by layer.
+        groups: index into `tables` of each layer; empty: there are no tables.
+        states: recurrent states by layer index.
     """
     # Where each part with a layer's number computes; of those that share a module, where the first does.
     numbered = [(layer_of(module), module) for module in base_of(model).modules()]
@@ -162,15 +162,15 @@ def fill(
 
 def digest(tensors: Mapping[str, Tensor]) -> str:
     """A hash (64 hex digits) of names, dtypes, shapes and bytes."""
-    found = hashlib.sha256()
+    digest_so_far = hashlib.sha256()
     for name, tensor in sorted(tensors.items()):
-        found.update(f"{name} {tensor.dtype} {list(tensor.shape)}\n".encode())
-        found.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
-    return found.hexdigest()
+        digest_so_far.update(f"{name} {tensor.dtype} {list(tensor.shape)}\n".encode())
+        digest_so_far.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
+    return digest_so_far.hexdigest()
 
 
 def dump(tensors: Mapping[str, Tensor], header: Mapping[str, Any]) -> bytes:
-    """The content of a file: the tensors, and a header of JSON data, with its `format`, and a digest of them."""
+    """The bytes of a file with the tensors, a digest of them, and a `header` of JSON data, which names its `format`."""
     on_cpu = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     # One entry: the library writes several in no order.
     text = json.dumps({**header, _DIGEST: digest(on_cpu)}, sort_keys=True, allow_nan=False)
@@ -178,7 +178,7 @@ def dump(tensors: Mapping[str, Tensor], header: Mapping[str, Any]) -> bytes:
 
 
 def read_tensors(path: str | Path, what: str, form: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Header and tensors, on the CPU, of a file of a kind (`what`, in errors) that must have the format `form`."""
+    """Read header and tensors, on the CPU, of a file of format `form`; `what` names the kind of file in errors."""
     try:
         with safe_open(str(path), "pt") as file:
             text = (file.metadata() or {}).get(_ENTRY)
@@ -188,8 +188,8 @@ def read_tensors(path: str | Path, what: str, form: str) -> tuple[dict[str, Any]
             given = header["format"]
             tensors = {name: file.get_tensor(name) for name in file.keys()} if given == form else {}  # noqa: SIM118 - not a mapping
     except _FAILURES as error:
-        said = (str(error).splitlines() or [""])[0][:200]
-        raise DataError(f"{what} {path}: cannot be read ({type(error).__name__}: {said})") from error
+        reason = (str(error).splitlines() or [""])[0][:200]
+        raise DataError(f"{what} {path}: cannot be read ({type(error).__name__}: {reason})") from error
     if given != form:
         raise DataError(f"{what} {path}: of format {str(given)[:80]!r}, not {form}")
     if header.get(_DIGEST, "") != digest(tensors):

@@ -35,9 +35,9 @@ class WatchfulCache(Cache):
     """
 
     wants_hidden = False
-    """`receive_hidden` is to be called."""
+    """Whether the hooks call `receive_hidden`."""
     recording = False
-    """Each forward can be undone; its last tokens may be candidates, which attend as if fed one by one."""
+    """Whether each forward can be undone; its last tokens may be candidates, which attend as if fed one by one."""
 
     def bind_model(self, model: nn.Module, stacks: Sequence[nn.Module]) -> None:
         """Accept states only from forwards of `stacks`, the parts of a model that take a cache."""
@@ -50,7 +50,7 @@ class WatchfulCache(Cache):
         """Whether forwards began with tokens in the cache; shared with forks."""
 
     def begin_forward(self, stack: nn.Module) -> bool:
-        """Note that a forward of a stack begins; False: it runs within another stack's, or is of another model."""
+        """Note that a forward of `stack` begins; return False if it is nested in another one or of another model."""
         inside = self._stack is not None and self._stack is not stack
         if inside or not any(known() is stack for known in self._stacks):
             return False
@@ -59,7 +59,7 @@ class WatchfulCache(Cache):
         return True
 
     def end_forward(self, stack: nn.Module, done: bool) -> None:
-        """Note that the forward of a stack ends, if it has begun; `Unsupported` where it left nothing (`done`)."""
+        """Note that the forward of `stack` ends; raise `Unsupported` if it is complete (`done`) but cached no token."""
         if self._stack is not stack:
             return
         self._stack = self._attending = None
@@ -80,7 +80,7 @@ class WatchfulCache(Cache):
         self._check_announced(attending == index)
 
     def _check_announced(self, announced: bool) -> None:
-        """Raise `Unsupported` with what to do where a hook did not run."""
+        """Raise `Unsupported`, with advice, unless a hook `announced` the states that are to be cached."""
         if not announced:
             built = self._model()
             name = "a model that is gone" if built is None else type(built).__name__
@@ -114,9 +114,9 @@ def register_hooks(model: nn.Module) -> tuple[list[nn.Module], list[nn.Module]]:
 
 
 def stacks(model: nn.Module) -> list[nn.Module]:
-    """The parts of a model that take tokens, a mask and a cache: its head, the model below, a decoder.
+    """The modules of a model that take tokens, a mask and a cache: the LM with its head, the base model, a decoder.
 
-    Those that take the tokens of an encoder as well are left out: `attention_mask` is not that of the cache.
+    Modules that also take `decoder_input_ids` are left out: their `attention_mask` belongs to the encoder.
     """
     wanted, left_out = (("input_ids", "inputs_embeds"), _CACHE_NAMES, ("attention_mask",)), ("decoder_input_ids",)
     return [module for module in model.modules() if _takes(module, *wanted) and not _takes(module, left_out)]
@@ -129,9 +129,9 @@ def _takes(module: nn.Module, *groups: Sequence[str]) -> bool:
 
 
 def attentions(model: nn.Module) -> list[nn.Module]:
-    """The attentions of a model: the innermost modules that take states, a mask and a cache, and have a layer's number.
+    """The attentions of a model: the innermost modules that take hidden states, a mask and a cache, and have an index.
 
-    Those with a convolution are left out: they keep a state (Zamba 2).
+    Modules with a convolution are left out, as they keep a recurrent state (Zamba 2).
     """
     candidates = {
         module: None  # in the order of the model
@@ -145,16 +145,16 @@ def attentions(model: nn.Module) -> list[nn.Module]:
 
 @functools.cache
 def signature(forward: Callable[..., Any]) -> inspect.Signature:
-    """The arguments that a module's `forward` takes."""
+    """The signature of a module's `forward`, cached."""
     return inspect.signature(forward)
 
 
 def named_arguments(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of a call of `module`, by name."""
-    taken = signature(type(module).forward)
-    bound = taken.bind(module, *args, **kwargs).arguments
+    """Map the arguments of a call of `module` to the parameter names of its `forward`, `**kwargs` included."""
+    known = signature(type(module).forward)
+    bound = known.bind(module, *args, **kwargs).arguments
     del bound["self"]
-    for parameter in taken.parameters.values():
+    for parameter in known.parameters.values():
         if parameter.kind is parameter.VAR_KEYWORD:
             bound |= bound.pop(parameter.name, {})
     return bound
@@ -311,7 +311,10 @@ def padding_of(mask: Any) -> list[int] | None:
 
 
 def check_distances(module: Any, index: int, arguments: dict[str, Any], seen: int, shuffled: bool) -> None:
-    """Raise `Unsupported` for an attention with a bias or window by distance, which an evicting layer does not keep."""
+    """Raise `Unsupported` for a distance that a layer with evicted or reordered tokens does not keep.
+
+    That is a bias (ALiBi, position_bias), or a window that `seen` tokens exceed where their order is lost (`shuffled`).
+    """
     if arguments.get("alibi") is not None or _adds_bias(module, arguments):
         raise Unsupported(
             f"model: {type(module).__name__} weighs tokens by their distance (ALiBi, position_bias), which the method "
@@ -325,24 +328,27 @@ def check_distances(module: Any, index: int, arguments: dict[str, Any], seen: in
 
 
 def check_window(module: Any, arguments: dict[str, Any], columns: int, window: int) -> None:
-    """Raise `Unsupported` for a mask that is not over the `columns` which the layer keeps for the model's window."""
+    """Raise `Unsupported` unless the mask is as wide as the `columns` that the layer returns under a sliding window.
+
+    A mask may be missing where the attention takes none, or while fewer columns than the window exist.
+    """
     mask = arguments.get("attention_mask")
-    way = getattr(getattr(module, "config", None), "_attn_implementation", "eager")
+    implementation = getattr(getattr(module, "config", None), "_attn_implementation", "eager")
     if isinstance(mask, Tensor) and mask.shape[-1] != columns:
-        given = f"masks {mask.shape[-1]} tokens"
-    elif mask is None and way in _MASKED and columns >= window:
-        given = "has no mask"
+        problem = f"masks {mask.shape[-1]} tokens"
+    elif mask is None and implementation in _MASKED and columns >= window:
+        problem = "has no mask"
     else:
         return
-    raise Unsupported(f"model: {type(module).__name__} {given}, where its window of {window} leaves {columns}")
+    raise Unsupported(f"model: {type(module).__name__} {problem}, where its window of {window} leaves {columns}")
 
 
 def layer_number(module: Any, arguments: dict[str, Any]) -> int:
-    """The number of an attention's layer: its argument where layers share a module (Zamba), else its attribute."""
-    given = arguments.get("layer_idx")
-    return int(layer_of(module) if given is None else given)
+    """The layer index of an attention: argument `layer_idx` where layers share a module (Zamba), else `layer_of`."""
+    index = arguments.get("layer_idx")
+    return int(layer_of(module) if index is None else index)
 
 
 def layer_of(module: Any) -> Any:
-    """The layer number that a module has as an attribute; None: it has none."""
+    """The layer index that a module has as an attribute; None: it has none."""
     return getattr(module, "layer_idx", getattr(module, "layer_id", None))  # the latter GPT-Neo

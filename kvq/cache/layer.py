@@ -37,7 +37,7 @@ class Layer(CacheLayerMixin):
     irreversible: str | None = "what it does to a token stays"
     """The reason why `crop` cannot undo an update; None: it can undo a recorded one."""
     recording = False
-    """The next `crop` can undo each update; `expect_candidates` is called before each."""
+    """Whether `crop` can undo the last update; `expect_candidates` is then called before each update."""
     evicted = 0
     """Number of tokens evicted so far."""
     token_by_token = False
@@ -88,7 +88,7 @@ class Layer(CacheLayerMixin):
         """Receive the states `[batch, tokens, channels]` that enter the layer, before `update`."""
 
     def receive_rotations(self, tokens: int, given: tuple[Tensor, Tensor] | None, like: Tensor) -> None:
-        """Receive the rotations of the next `tokens` tokens: cosines and sines `[rows, tokens, columns]`."""
+        """Receive the RoPE tables of the next tokens: cosines and sines `[rows, tokens, columns]` (None: no RoPE)."""
         self.key.rope.extend(self.get_seq_length(), tokens, given, like)
 
     def observe(self, attended: Attended) -> None:
@@ -133,21 +133,21 @@ class Layer(CacheLayerMixin):
 
     @abc.abstractmethod
     def columns_for(self, queries: int, device: torch.device, known: SourceColumns | None) -> SourceColumns | None:
-        """The columns of the keys and values that the next update, of `queries` tokens, returns; None: each token once.
+        """The key columns that the next update, of `queries` tokens, returns; None: one column for each token.
 
-        `known`: the columns of the layer before, reused by layers with the same residual.
+        `known`: the columns of the previous layer, reused by layers with the same residual.
         """
 
     @abc.abstractmethod
     def check_crop(self, tokens_to_remove: int) -> None:
-        """Raise `ConfigError` or `Unsupported` where `crop` would."""
+        """Raise the `ConfigError` or `Unsupported` that `crop` would raise."""
 
     def write(self) -> dict[str, Any]:
-        """The state that a file holds."""
+        """Return the state to save in a file: attributes by name."""
         raise Unsupported(f"{type(self).__name__}: has no form in a file")
 
     def read(self, state: dict[str, Any], device: torch.device) -> None:
-        """Fill the empty layer with what `write` gave, whose tensors are on `device`."""
+        """Restore into this empty layer the state that `write` returned, with tensors on `device`."""
         raise Unsupported(f"{type(self).__name__}: has no form in a file")
 
     @abc.abstractmethod
@@ -155,10 +155,10 @@ class Layer(CacheLayerMixin):
         """A copy that shares the tokens cached so far."""
 
     def check_rotations(self, layers: Sequence[Layer]) -> None:
-        """Raise `Unsupported` where `layers`, all of a cache, cannot have the rotary embeddings they were given."""
+        """Raise `Unsupported` where `layers`, all layers of a cache, cannot use the RoPE tables assigned to them."""
 
     def link(self, layers: Sequence[Layer]) -> None:
-        """Receive all layers of the cache that this is the first of, when it is made and when it is forked."""
+        """Receive all layers of the cache: called on its first layer when the cache is made and when it is forked."""
 
 
 def outside(tokens: int, window: int | None) -> int:
@@ -174,7 +174,7 @@ def drop(sides: Sequence[CacheSide], tokens: int) -> None:
 
 
 def common_droppable(tokens: int, droppable: Sequence[Callable[[int], int]]) -> int:
-    """The largest number up to `tokens` that every side can drop; `droppable(n)`: how many of n tokens a side can."""
+    """The most of `tokens` tokens that all sides can drop; `droppable[i](n)`: how many of the first n side i can."""
     before = tokens + 1
     while before > tokens:  # until no side has to give less than another
         before, tokens = tokens, min(one(tokens) for one in droppable)
@@ -182,14 +182,14 @@ def common_droppable(tokens: int, droppable: Sequence[Callable[[int], int]]) -> 
 
 
 def skip_hidden(moves: Transitions, hidden: int) -> Transitions:
-    """The same moves with tokens counted from index `hidden` on; moves of the tokens before are left out."""
+    """The same transitions with tokens counted from index `hidden` on, without those of earlier tokens."""
     gone = max(hidden - moves.start, 0)
     return Transitions(max(moves.start - hidden, 0), moves.queries[gone:])
 
 
 @dataclass(frozen=True)
 class RecordedUpdate:
-    """The sides before an update, and its states: the first `head` tokens came together, the others one by one."""
+    """The sides before an update and the states it added: `head` tokens came together, the others one by one."""
 
     key: CacheSide
     value: CacheSide
@@ -278,7 +278,7 @@ class KVCacheLayer(Layer):
         self._candidates = candidates
 
     def _keep_state(self, key_states: Tensor, value_states: Tensor) -> int:
-        """Keep what `crop` needs to undo this update; return how many of its tokens are candidates."""
+        """Record sides and states, so that `crop` can undo this update; return the number of candidates in it."""
         candidates, self._candidates = self._candidates, None
         if candidates is None:
             raise self._unknown_attention()

@@ -29,11 +29,11 @@ class HookedFunctions:
 
     def get_interface(self, name: str, default: Callable[..., Any]) -> Callable[..., Any]:
         """The attention function of this name, which calls `see` first."""
-        found = self._functions.get_interface(name, default)
+        original = self._functions.get_interface(name, default)
 
         def attend(module: Any, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Any:
             self._see(module, query, key, value, {**kwargs, "attention_mask": args[0]} if args else kwargs)
-            return found(module, query, key, value, *args, **kwargs)
+            return original(module, query, key, value, *args, **kwargs)
 
         return attend
 
@@ -45,7 +45,7 @@ class HookedFunctions:
 
 
 def hook_attention_functions(module: nn.Module, see: See) -> Callable[[], None]:
-    """Call `see` with the arguments of each attention function that `module`'s family calls; returns the undo."""
+    """Make the attention functions of `module`'s model family call `see` first; return a function that undoes this."""
     source = sys.modules[type(module).__module__]
     functions = getattr(source, INTERFACE, None)
     if functions is None:
@@ -58,7 +58,10 @@ def hook_attention_functions(module: nn.Module, see: See) -> Callable[[], None]:
 
 
 def scaling_of(module: nn.Module, query: Tensor, given: dict[str, Any], *unknown: str) -> float:
-    """The factor of an attention's logits; raises `Unsupported` for terms that kvq does not compute (`unknown`)."""
+    """The scale of an attention's logits; `Unsupported` if its arguments `given` have a term that kvq cannot compute.
+
+    `unknown`: names of such terms, besides `s_aux` and `position_bias`.
+    """
     for name in ("s_aux", "position_bias", *unknown):
         if given.get(name) is not None:
             raise Unsupported(
@@ -73,7 +76,7 @@ def scaling_of(module: nn.Module, query: Tensor, given: dict[str, Any], *unknown
 class Attended:
     """Queries of one forward of a layer and the keys they read, newest last.
 
-    `mask`: the model's own (None: causal); boolean, or added to the logits.
+    `mask`: the model's attention mask (None: causal); boolean, or added to the logits.
     """
 
     query: Float[Tensor, "batch heads queries dim"]

@@ -1,7 +1,7 @@
 """Attention that a cache computes itself: on packed codes, and in full precision with room for all tokens (timings).
 
 A model whose attention is `kvq_sdpa` (or `kvq_eager`) computes what `sdpa` (`eager`) does, except where a cache hands
-over something that attends by itself (`SelfAttending`) in place of keys. So the switch harms no other cache.
+over an object that computes attention (`SelfAttending`) in place of keys. So the switch affects no other cache.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ ORIGINALS = ("sdpa", "eager")
 
 
 class SelfAttending(abc.ABC):
-    """What a cache returns in place of keys: an object that computes the attention itself."""
+    """An object that a cache returns in place of keys, and which computes the attention itself."""
 
     @abc.abstractmethod
     def attend(
@@ -50,7 +50,7 @@ class SelfAttending(abc.ABC):
 
 @dataclass(frozen=True)
 class PackedKeys(SelfAttending):
-    """Keys in stored form, whose first `hidden` tokens are not read; `attend` takes the values as `PackedStates`."""
+    """Keys in stored form, whose first `hidden` tokens are outside the window; `attend` takes `PackedStates` values."""
 
     states: PackedStates
     hidden: int = 0
@@ -91,7 +91,7 @@ class PackedLayer(KVCacheLayer):
     value: PackedSide
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
-        """As `KVCacheLayer.update`; for a single token, returns keys and values in stored form."""
+        """Append states `[batch, heads, tokens, head_dim]`; for a single token, return `PackedKeys`, `PackedStates`."""
         if key_states.shape[2] != 1:
             return super().update(key_states, value_states)
         if not self.is_initialized:
@@ -107,7 +107,7 @@ class PackedJoinedLayer(PackedLayer, JoinedLayer):
 
 
 def packed_layer(like: KVCacheLayer, side: Callable[[CacheSide], PackedSide]) -> PackedLayer:
-    """An empty `PackedLayer` with the settings of `like`; `side`: an empty `PackedSide` with those of a side."""
+    """An empty `PackedLayer` with the settings of `like`; `side` makes an empty `PackedSide` like a `CacheSide`."""
     if isinstance(like, JoinedLayer):
         return PackedJoinedLayer(side(like.key), like.window)
     return PackedLayer(side(like.key), side(like.value), like.window)
@@ -148,7 +148,7 @@ def _function(original: str) -> Callable[..., tuple[Tensor, Tensor | None]]:
 
 
 def first_seen(mask: Tensor | None, tokens: int, window: int | None) -> int:
-    """Index of the first of `tokens` that a mask (None: a window) shows; raises `Unsupported` for gaps after it."""
+    """Index of the first of `tokens` tokens that the mask shows, or the window if it is None; `Unsupported`: gaps."""
     if mask is None:
         return 0 if window is None else max(0, tokens - window)
     seen = mask if mask.dtype is torch.bool else mask > torch.finfo(mask.dtype).min / 2

@@ -1,8 +1,8 @@
-"""Layers made of others: of left-padded batches, and of keys and values that are one store.
+"""Layers for left-padded batches, and layers whose keys and values one codec stores together.
 
-A padded batch is a cache without its padding, in which each sequence is stored as in a batch of its own. Sequences with
-as many tokens of padding lie together in one layer. No padding is stored or in statistics. Attention reads zeros in its
-columns, which the model's own mask hides. `KVCache.together` makes a batch of caches.
+Each sequence of a padded batch is cached without its padding, as in a batch of its own. Sequences with equally many
+padding columns share one inner layer. Padding is neither stored nor part of statistics; attention reads zeros in its
+columns, which the model's mask hides. `KVCache.together` makes a padded batch of several caches.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ class Part:
     padding: int
     layer: Any
 
-    def unpad(self, given: Tensor, seen: int) -> Tensor:
-        """Rows of these sequences in `[batch or 1, columns, ...]`, without the padding left after `seen` columns."""
-        rows = given if given.shape[0] == 1 else given[self.rows]
+    def unpad(self, tensor: Tensor, seen: int) -> Tensor:
+        """The part's rows of `[batch or 1, columns, ...]` without padding; `seen` columns came before these columns."""
+        rows = tensor if tensor.shape[0] == 1 else tensor[self.rows]
         return rows[:, max(self.padding - seen, 0) :]
 
 
 class PaddedLayer(Layer):
-    """A layer of a padded batch: one fork of `empty` for the sequences of each number of padding columns."""
+    """A layer of a padded batch: for each distinct number of padding columns, a fork of `empty` with its sequences."""
 
     irreversible = "a padded batch"
 
@@ -57,17 +57,18 @@ class PaddedLayer(Layer):
     @classmethod
     def join(cls, layers: Sequence[Layer]) -> PaddedLayer:
         """One layer with the sequences of all `layers`, in their order, the shorter ones padded."""
-        found, rows = cls(layers[0], []), itertools.count()
-        found._seen = max(layer.get_seq_length() for layer in layers)
+        joined, rows = cls(layers[0], []), itertools.count()
+        joined._seen = max(layer.get_seq_length() for layer in layers)
         for layer in layers:
-            own = list(itertools.islice(rows, layer.batch_size))
-            found.parts.append(Part(own, found._seen - layer.get_seq_length(), layer))
-        return found
+            layer_rows = list(itertools.islice(rows, layer.batch_size))
+            joined.parts.append(Part(layer_rows, joined._seen - layer.get_seq_length(), layer))
+        return joined
 
     @property
     def padding(self) -> list[int]:  # type: ignore[override]
-        found = {row: part.padding for part in self.parts for row in part.rows}
-        return [found[row] for row in sorted(found)]
+        """Padding columns before the first token of each sequence, in the order of the batch."""
+        by_row = {row: part.padding for part in self.parts for row in part.rows}
+        return [by_row[row] for row in sorted(by_row)]
 
     @property
     def sequence_layers(self) -> list[Layer]:
@@ -145,6 +146,7 @@ class PaddedLayer(Layer):
         self.parts = parts
 
     def check_crop(self, tokens_to_remove: int) -> None:
+        """Raise `Unsupported` unless `tokens_to_remove` is 0."""
         if tokens_to_remove:
             raise Unsupported(f"crop({tokens_to_remove}): a padded batch; crop a batch of prompts of equal length")
 
@@ -159,7 +161,7 @@ class PaddedLayer(Layer):
 
 
 class PaddableCache(CountedCache):
-    """A cache that holds the sequences of a left-padded batch apart."""
+    """A cache that stores the sequences of a left-padded batch separately, without their padding."""
 
     method: Any
     recording: bool
@@ -221,7 +223,7 @@ class PaddableCache(CountedCache):
         self.layers = place_layers([held for _, held in self._held.values()], layers, self._states)
 
     def _remove_padding(self) -> None:
-        """Make the first part's layers the cache's: its sequences stay, without padding, and no others."""
+        """Keep only the sequences of each layer's first part, in plain layers without padding."""
         self._set_layers([layer.sequence_layers[0] for layer in self._batch_layers])
         for layer, group in zip(self._batch_layers, self._groups, strict=False):
             self._tables[group] = layer.key.rope
@@ -252,15 +254,15 @@ class PaddableCache(CountedCache):
             reason = "a padded batch" if fork.is_parted else fork.no_split_reason
             if reason is not None:
                 raise Unsupported(f"KVCache.together: {reason}; go on with each by itself")
-        found = forks[0]
-        found._states = {index: StateLayer.join([fork._states[index] for fork in forks]) for index in forks[0]._states}
+        joined = forks[0]
+        joined._states = {index: StateLayer.join([fork._states[index] for fork in forks]) for index in joined._states}
         each = zip(*(fork._batch_layers for fork in forks), strict=True)
-        found._set_layers([PaddedLayer.join(layers) for layers in each])
-        return found
+        joined._set_layers([PaddedLayer.join(layers) for layers in each])
+        return joined
 
 
 class ValuesOfKeys:
-    """Stands for the values of a `JoinedLayer`, which its keys' side stores: 0 bytes here, tokens as there."""
+    """The value side of a `JoinedLayer`, whose key side stores both: 0 bytes, and all else as the key side."""
 
     codec = None
     uses_rope = wants_hidden = False
@@ -298,11 +300,12 @@ class JoinedLayer(KVCacheLayer):
     def _map_sides(
         self, call: Callable[[CacheSide, Tensor], Read], key_states: Tensor, value_states: Tensor
     ) -> tuple[Read, Read]:
-        found, heads = call(self.key, torch.cat([key_states, value_states], 1)), key_states.shape[1]
-        return _select_heads(found, slice(0, heads)), _select_heads(found, slice(heads, 2 * heads))
+        """Call `call` once, on keys and values joined along the heads, and split its result into keys and values."""
+        both, heads = call(self.key, torch.cat([key_states, value_states], 1)), key_states.shape[1]
+        return _select_heads(both, slice(0, heads)), _select_heads(both, slice(heads, 2 * heads))
 
     def _keep_state(self, key_states: Tensor, value_states: Tensor) -> int:
-        """As the base, with keys and values joined; returns the number of candidates in the update."""
+        """Record the update for `crop`, keys and values joined along the heads; return its number of candidates."""
         both = torch.cat([key_states, value_states], 1)
         return super()._keep_state(both, both)
 
@@ -320,10 +323,10 @@ class JoinedLayer(KVCacheLayer):
         return other
 
 
-def _select_heads(found: Any, which: slice) -> Any:
-    """Some heads of what a side returns: states, `PackedStates`, or a pair of states of which one may be None."""
-    if isinstance(found, PackedStates):
-        return found.select_heads(which)
-    if isinstance(found, Tensor):
-        return found[:, which]
-    return tuple(part if part is None else part[:, which] for part in found)
+def _select_heads(read: Any, which: slice) -> Any:
+    """The heads `which` of a side's result: of states, `PackedStates`, or a pair of states of which one may be None."""
+    if isinstance(read, PackedStates):
+        return read.select_heads(which)
+    if isinstance(read, Tensor):
+        return read[:, which]
+    return tuple(part if part is None else part[:, which] for part in read)

@@ -26,16 +26,16 @@ _PROBED: weakref.WeakKeyDictionary[nn.Module, list[tuple[Style | None, int]]] = 
 
 @dataclass(frozen=True)
 class Style:
-    """How keys are rotated: the `columns` of an attention's table that hold the angle of each channel pair.
+    """The layout of a RoPE: `columns` of the cosine and sine tables with one angle per channel pair, and the pairs.
 
-    `interleaved`: a pair is two neighbouring channels (GPT-J).
+    `interleaved`: channels 2i and 2i + 1 are a pair (GPT-J), else i and i + rotary_dim / 2 (Llama).
     """
 
     columns: Literal["first_half", "even", "every"]
     interleaved: bool
 
     def rope(self, cos: Float[Tensor, "rows tokens columns"], sin: Float[Tensor, "rows tokens columns"]) -> Rope:
-        """The rotations of a table, without its factor on attention (yarn, longrope), which stays in the keys."""
+        """The rotations of cosine and sine tables, without their attention factor (YaRN, LongRoPE): keys contain it."""
         pairs = cos.shape[-1] // 2
         pick = {"first_half": slice(0, pairs), "even": slice(0, None, 2), "every": slice(None)}[self.columns]
         cos, sin = (part[..., pick].to(torch.promote_types(part.dtype, torch.float32)) for part in (cos, sin))
@@ -53,10 +53,10 @@ STYLES = (
 
 
 class RopeTable:
-    """The rotations of a cache's tokens, shared by layers that rotate alike; they do not count as stored bytes."""
+    """RoPE rotations (cosines, sines) of a cache's tokens, shared by layers that rotate alike; not in stored bytes."""
 
     saved = ("_parts",)
-    """In a file, whose reader has no positions."""
+    """Attributes that a file contains, as it has no positions from which to compute them."""
 
     def __init__(self, style: Style | None) -> None:
         self.style = style
@@ -96,7 +96,7 @@ class RopeTable:
         self._parts = append_rows(before[0], rope.cos), append_rows(before[1], rope.sin)
 
     def keep(self, tokens: int) -> None:
-        """Forget the tokens from `tokens` on."""
+        """Keep the rotations of the first `tokens` tokens only."""
         if self._parts is not None and tokens < self.tokens:
             cos, sin = (Growable(part.view[:, :tokens].clone()) for part in self._parts)
             self._parts = (cos, sin) if tokens else None
@@ -216,7 +216,7 @@ def _rerun_keys(module: Any, arguments: dict[str, Any]) -> Tensor:
     return recorder.seen[layer_number(module, arguments)]
 
 
-def _relative_error(found: Tensor, expected: Tensor) -> float:
-    """Largest difference relative to the largest expected number."""
-    expected = expected.to(found.dtype)
-    return float((found - expected).abs().max() / expected.abs().max().clamp_min(torch.finfo(found.dtype).tiny))
+def _relative_error(actual: Tensor, expected: Tensor) -> float:
+    """Largest absolute difference, divided by the largest absolute value of `expected`."""
+    expected = expected.to(actual.dtype)
+    return float((actual - expected).abs().max() / expected.abs().max().clamp_min(torch.finfo(actual.dtype).tiny))

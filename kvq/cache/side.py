@@ -66,7 +66,7 @@ class CacheSide:
         self.dropped = 0  # first tokens, outside of a window
         self._full: Growable | None = None
         self._shape: tuple[int, int, int] | None = None
-        self._finite: Bool[Tensor, ""] | None = None  # what was encoded and not yet asked for
+        self._finite: Bool[Tensor, ""] | None = None  # whether encoded states were finite; `check_finite` reads it
 
     def receive_tokens(self, tokens: Int[Tensor, "batch tokens"] | None) -> None:
         """Receive the ids of the next tokens before their states; None: there are no ids."""
@@ -149,7 +149,10 @@ class CacheSide:
         return self._append(states, self._past, self._visible)
 
     def _append(self, states: States, past: Callable[[], Any], visible: Callable[[], Any]) -> Any:
-        """Add states; return `past()`, the encoded tokens, where all are encoded at once, else `visible()`, all."""
+        """Add states; return `past()` if each update is encoded at once, else `visible()`, called before the flush.
+
+        `past` reads the packed tokens, `visible` all cached tokens, decoded or in another form.
+        """
         first = self._receive(states)
         if self.codec is not None and self._encodes_at_once:
             size = self.residual.size
@@ -168,9 +171,9 @@ class CacheSide:
         return tuple(query for query in when for _ in range(self._group))
 
     def moves(self, queries: int, head: int = 0) -> Transitions:
-        """The tokens that are encoded before the last of `queries` new tokens attends, if these come one by one.
+        """Tokens encoded while `queries` new tokens come one by one, and the first query that reads each decoded.
 
-        `head`: tokens that come together before them.
+        `head`: number of new tokens that come together in one update before these; queries are counted from its first.
         """
         if self.codec is None or self._encodes_at_once:
             return Transitions(self.packed_tokens, ())
@@ -182,8 +185,8 @@ class CacheSide:
     def append_in_steps(self, states: States) -> tuple[States, States | None]:
         """Add states as if each token came in an update of its own.
 
-        Returns what the first query reads, followed by the other new tokens in full precision; and the tokens of
-        `moves` decoded, which later queries read (None: there are none).
+        Returns the states as the first query reads them, with all new tokens in full precision; and the decoded form of
+        the tokens in `moves`, which later queries read (None: there are none).
         """
         if self.codec is not None and self.residual.policy is Policy.block and not self.residual.size:
             self._receive(states)
@@ -199,7 +202,7 @@ class CacheSide:
         return visible, None if decoded is None else decoded[:, :, :moved]
 
     def append_then_steps(self, states: States, head: int) -> tuple[States, States | None]:
-        """Add the first `head` tokens as `append`, the others as `append_in_steps`, and return as that does."""
+        """Add the first `head` tokens by `append` and the others by `append_in_steps`; return as the latter does."""
         count = states.shape[2] - head
         moves = self.moves(count, head)
         front = self.append(states[:, :, :head])
@@ -214,7 +217,7 @@ class CacheSide:
         return torch.cat([front, rest], 2), torch.cat(decoded, 2) if moves.queries else None
 
     def _receive(self, states: Tensor) -> bool:
-        """Check that new states have the shape of earlier ones, and rotations; return whether they are the first."""
+        """Check the shape of new states and that their rotations are known; return whether they are the first."""
         first = not self.seen
         shape = (states.shape[0], states.shape[1], states.shape[3])
         if not first and shape != self._shape:
@@ -226,7 +229,7 @@ class CacheSide:
 
     @property
     def _rotations(self) -> Rope | None:
-        """The rotations of the tokens that the store holds or may get, from the first on."""
+        """RoPE rotations of all tokens but the dropped ones; None: the codec does not undo RoPE."""
         return None if not self.uses_rope or self.rope is None else self.rope.after(self.dropped)
 
     def _hold(self, states: Tensor) -> None:
@@ -271,7 +274,7 @@ class CacheSide:
         return leaving(held, self._kept, self._group, whole)
 
     def _encode(self, states: Tensor, block: int | None, decoded: bool = False) -> Tensor | None:
-        """Check that states are finite, and add them to the store, as `BlockStore.add`."""
+        """Check that states are finite and encode them into the store; arguments and result as `BlockStore.add`."""
         assert self.codec is not None
         self._check_finite(states)
         if self._store is None:
@@ -279,17 +282,17 @@ class CacheSide:
         return self._store.add(states, block, self._rotations, decoded)
 
     def _new_store(self, codec: Codec) -> BlockStore:
-        """An empty store: `TokenStore` where the residual slides and tokens are coded alone, else `BlockStore`."""
+        """An empty store: `TokenStore` for a sliding residual and independently coded tokens, else `BlockStore`."""
         token_by_token = self.residual.policy is Policy.sliding and codec.token_group == 1
         return (TokenStore if token_by_token else BlockStore)(codec, self.keep_decoded)
 
     def write(self) -> dict[str, Any]:
-        """The state that a file holds."""
+        """Return the state to save in a file: attributes by name, and the store's."""
         store = None if self._store is None else self._store.write()
         return {**{name: getattr(self, name) for name in self.saved}, "store": store}
 
     def read(self, state: dict[str, Any]) -> None:
-        """Fill the empty side with what `write` gave; `rope` covers its tokens."""
+        """Restore into this empty side the state that `write` returned; `self.rope` already covers its tokens."""
         vars(self).update({name: state[name] for name in self.saved})
         if self.codec is not None and state["store"] is not None:
             self._store = self._new_store(self.codec)
@@ -322,7 +325,7 @@ class CacheSide:
             self._require(torch.isfinite(self._full.view).all())
 
     def _check_finite(self, states: Tensor) -> None:
-        """Refuse states to encode: at once on a CPU; elsewhere in `check_finite`, as asking waits for the device."""
+        """Raise `DataError` for NaN or infinite states: now on a CPU, elsewhere in `check_finite`, to avoid a wait."""
         finite = torch.isfinite(states).all()
         if reads_at_once(states.device):
             self._require(finite)
@@ -342,6 +345,7 @@ class CacheSide:
         return other
 
     def select(self, index: Tensor) -> None:
+        """Replace the batch by its sequences `index` (beam search)."""
         if self._shape is None:
             return
         self._shape = (int(index.numel()), *self._shape[1:])

@@ -1,6 +1,6 @@
 """Packed tokens of one side of a layer: in blocks, or in units of 32 where tokens are encoded independently.
 
-A class with state names in `saved` the attributes that it keeps from one forward to the next.
+The class attribute `saved` lists the attributes that hold a store's state between forwards; files contain them.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ States = Float[Tensor, "batch heads _tokens head_dim"]
 
 
 class Recompression(NamedTuple):
-    """Tokens (of one head) that were decoded and encoded again with other bits, each as often as it was (`moves`).
+    """Errors from tokens (of one head) that were decoded and encoded again with other bits, `moves` times in all.
 
-    `lost`: sum of squared differences between their decoded forms; `energy`: sum of squares of those before.
+    `lost`: sum of squared differences between decoded states before and after; `energy`: of squares of those before.
     """
 
     moves: int
@@ -58,14 +58,14 @@ class BlockStore:
     def add(self, states: States, block: int | None, rope: Rope | None, decoded: bool = False) -> States | None:
         """Encode `states` in blocks of `block` tokens (None: as one block); return them decoded if `decoded` is set.
 
-        `rope`: rotations of the tokens held and of the new ones.
+        `rope`: RoPE rotations of the stored tokens and the new ones, for codecs that undo RoPE (None: other codecs).
         """
         rope = narrow_rope(rope, self.tokens, states.shape[2])
         codec = self.codec.for_later_tokens(None if self._store is None else self._store.packed)
         return self._seal(codec, codec.encode(states, block, rope), rope, decoded)
 
     def _seal(self, codec: Codec, packed: Packed, rope: Rope | None, decoded: bool) -> States | None:
-        """Append encoded tokens for good; return them decoded if `decoded` or `keep_decoded` is set."""
+        """Append encoded tokens to the store; return them decoded if `decoded` or `keep_decoded` is set."""
         if self._store is None:
             self._store = PackedStore(packed)
         else:
@@ -76,7 +76,7 @@ class BlockStore:
         return out
 
     def past(self, rope: Rope | None) -> States:
-        """All tokens held, decoded; `rope`: their rotations."""
+        """Decode all stored tokens; `rope`: their RoPE rotations, for codecs that undo RoPE (None: other codecs)."""
         if self._decoded is not None:
             return self._decoded.view
         assert self._store is not None
@@ -84,7 +84,7 @@ class BlockStore:
         return self.codec.decode(packed, narrow_rope(rope, 0, packed.tokens))
 
     def droppable(self, tokens: int) -> int:
-        """How many of the first `tokens` tokens fill whole blocks, which can be dropped; 0 where parts are lists."""
+        """How many of the first `tokens` tokens fill whole blocks, which can be dropped; 0: the codec stores lists."""
         return 0 if self._store is None or self.codec.stores_lists else self._store.packed.whole_block_tokens(tokens)
 
     def drop(self, tokens: int) -> None:
@@ -97,11 +97,11 @@ class BlockStore:
             self._decoded = Growable(self._decoded.view[:, :, tokens:].clone()) if left.tokens else None
 
     def write(self) -> dict[str, Any]:
-        """The state that a file holds."""
+        """Return the state to save in a file: attributes by name."""
         return {name: getattr(self, name) for name in self.saved}
 
     def read(self, state: dict[str, Any], rope: Rope | None) -> None:
-        """Fill the empty store with what `write` gave; `rope`: rotations of its tokens."""
+        """Restore into this empty store the state that `write` returned; `rope`: RoPE rotations of its tokens."""
         vars(self).update({name: state[name] for name in self.saved})
         if self.keep_decoded and self._store is not None:
             self._decoded = Growable(BlockStore.past(self, rope))
@@ -175,7 +175,7 @@ class TokenStore(BlockStore):
 
 
 def narrow_rope(rope: Rope | None, start: int, length: int) -> Rope | None:
-    """The rotations of `length` tokens from `start` on; None for None."""
+    """The rotations of `length` tokens from `start` on; None if `rope` is None."""
     return None if rope is None else rope.narrow(start, length)
 
 

@@ -52,10 +52,10 @@ def build_method(
         ConfigError: an unknown method, setting or value.
         Unsupported: bits or a head dim that the method cannot do.
     """
-    given = parse_bits(bits, real=True)
-    # Files of a folder of one's own may change while the process lives.
-    found = _compose_config_once if config_dir is None else _compose_config
-    config = found(name, given, tuple(overrides), None if config_dir is None else str(config_dir))
+    parsed = parse_bits(bits, real=True)
+    # Files in `config_dir` may change while the process lives.
+    compose_config = _compose_config_once if config_dir is None else _compose_config
+    config = compose_config(name, parsed, tuple(overrides), None if config_dir is None else str(config_dir))
     return method_of(config, *([head_dim] if isinstance(head_dim, int) else head_dim))
 
 
@@ -74,7 +74,7 @@ _compose_config_once = functools.lru_cache(maxsize=256)(_compose_config)
 
 
 def method_of(config: Config, *head_dims: int) -> Method:
-    """Build the method of a resolved run, checked at each head dim: a layer may have one of its own."""
+    """Build the method of a resolved configuration, checked for each of `head_dims`, which differ between layers."""
     for head_dim in head_dims:
         built = instantiate_method(config.method, config.residual, config.bits, head_dim)
     return built
@@ -141,7 +141,7 @@ def instantiate_method(method: MethodConfig, residual: ResidualConfig, bits: Any
 
 
 def _build_by_layer(method: MethodConfig, residual: ResidualConfig, bits: Any, head_dim: int) -> tuple[Method, ...]:
-    """The method at the bits of each layer; none where all layers have those of the run."""
+    """Build one method per layer, at the layer's bits; empty where `method.bits_by_layer` is not set."""
     asked = method.bits_by_layer
     if not asked:
         return ()
@@ -164,7 +164,7 @@ def _build_by_layer(method: MethodConfig, residual: ResidualConfig, bits: Any, h
 
 
 def _check_heads(side: str, methods: Sequence[Method], head_dim: int) -> None:
-    """Raise `Unsupported` where heads of a side cannot have bits of their own, at any of the bits that occur."""
+    """Raise `Unsupported` if one of the methods cannot quantize each KV head of `side` with its own bits."""
     for method in methods:
         if method.replaces_layers:
             raise Unsupported(f"method.bits_by_layer.{side}: heads of {method.name} have no bits of their own")
@@ -209,7 +209,7 @@ def _build_gqa(method: MethodConfig, codecs: Mapping[str, Codec | None]) -> GqaC
 def _build_part(
     name: str, setting: str, config: Any, kind: type[_Part], check: Callable[[Any], None] = lambda _: None
 ) -> _Part | None:
-    """The object of `kind` that a mapping with `_target_` describes, checked; None where there is none."""
+    """Build the object of `kind` that a mapping with `_target_` describes, and `check` it; None if `config` is None."""
     if config is None:
         return None
     if not isinstance(config, Mapping) or "_target_" not in config:
@@ -229,7 +229,7 @@ def _build_part(
 
 
 def _build_object(whose: str, setting: str, config: Mapping[str, Any]) -> Any:
-    """The object that a mapping with `_target_` describes, after those in its arguments; `whose`: begins an error."""
+    """Build the object that a mapping with `_target_` describes, its arguments first; `whose`: start of an error."""
     name = config["_target_"]
     try:
         target = pkgutil.resolve_name(name)
@@ -262,7 +262,7 @@ def _build_object(whose: str, setting: str, config: Mapping[str, Any]) -> Any:
 
 
 def _build_value(whose: str, setting: str, value: Any) -> Any:
-    """A value of a configuration with its parts built."""
+    """A configuration value in which each mapping with `_target_` is replaced by the object that it describes."""
     if isinstance(value, list):
         return [_build_value(whose, f"{setting}.{number}", one) for number, one in enumerate(value)]
     if not isinstance(value, Mapping):
@@ -273,7 +273,7 @@ def _build_value(whose: str, setting: str, value: Any) -> Any:
 
 
 def _check_type(setting: str, target: str, hint: Any, value: Any, given: Any) -> None:
-    """Raise `ConfigError` for a value that a type hint does not take; `given`: it, as the configuration has it."""
+    """Raise `ConfigError` if `value` does not fit the type `hint`; `given`: the value as in the configuration."""
     if isinstance(value, dict) and get_origin(hint) is Mapping:
         for name, one in value.items():
             _check_type(f"{setting}.{name}", target, get_args(hint)[1], one, given[name])

@@ -66,7 +66,7 @@ class SinkSide(CacheSide):
 
     @property
     def _rotations(self) -> Rope | None:
-        """As the base, without those of the sinks, which are not encoded."""
+        """RoPE rotations of the tokens after the sinks, which are not encoded; None: the codec does not undo RoPE."""
         rope = super()._rotations
         return None if rope is None else rope.narrow(self.sink_tokens, rope.tokens - self.sink_tokens)
 
@@ -75,15 +75,15 @@ class SinkSide(CacheSide):
         return self._after_sinks(None if rest is None else super().append(rest))
 
     def moves(self, queries: int, head: int = 0) -> Transitions:
-        """As `CacheSide.moves`; the first tokens fill the sinks and move nothing."""
+        """As `CacheSide.moves`, for the tokens after the sinks; new tokens that become sinks are never encoded."""
         room = self.most_sinks - self.sink_tokens
         sinks = min(room, head + queries)
         start = self.sink_tokens + sinks
         if head + queries == sinks:
             return Transitions(start + self.packed_tokens, ())
         together = max(head - room, 0)
-        found = super().moves(head + queries - sinks - together, together)
-        return Transitions(found.start + start, tuple(query + sinks for query in found.queries))
+        rest = super().moves(head + queries - sinks - together, together)
+        return Transitions(rest.start + start, tuple(query + sinks for query in rest.queries))
 
     def append_in_steps(self, states: States) -> tuple[States, States | None]:
         rest = self._keep(states)
@@ -103,10 +103,12 @@ class SinkSide(CacheSide):
         return states[:, :, count:] if states.shape[2] > count else None
 
     def _receive(self, states: Tensor) -> bool:
+        """Check new states as `CacheSide._receive`; return whether they are the first after the sinks."""
         super()._receive(states)
         return not self.packed_tokens and not self.residual_tokens
 
     def _after_sinks(self, states: Tensor | None) -> Tensor:
+        """The sinks followed by `states` (None: by nothing), joined along the tokens."""
         if self._first is None:
             assert states is not None
             return states
@@ -131,8 +133,8 @@ class PackedSinkSide(SinkSide, PackedSide):
         return self._stored() if rest is None else super().append_packed(rest)
 
     def _stored(self) -> PackedStates:
-        found = super()._stored()
-        return replace(found, full=self._after_sinks(found.full), sinks=self.sink_tokens)
+        stored = super()._stored()
+        return replace(stored, full=self._after_sinks(stored.full), sinks=self.sink_tokens)
 
 
 def packed_side_of(like: CacheSide) -> PackedSide:
@@ -159,7 +161,7 @@ class KeptRows(CacheSide):
     These tokens have codes as all others; their full-precision rows and their positions (int32) count in addition.
 
     Attributes:
-        missing: what an error says where `note_kept` was not told of all tokens.
+        missing: error message for tokens that were added without `note_kept`.
     """
 
     missing: ClassVar[str]
@@ -202,7 +204,7 @@ class KeptRows(CacheSide):
             self._in_parts = False
 
     def _receive(self, states: Tensor) -> bool:
-        """As `CacheSide._receive`, after a check that `note_kept` was told of all these tokens."""
+        """Check that `note_kept` covered these tokens, then check the states and return as `CacheSide._receive`."""
         if not self._in_parts:
             self._check_all_noted(states)
         return super()._receive(states)
@@ -213,7 +215,7 @@ class KeptRows(CacheSide):
             raise Unsupported(f"{self.label}: {self.missing}; reset() the cache")
 
     def _encode(self, states: Tensor, block: int | None, decoded: bool = False) -> Tensor | None:
-        """As `CacheSide._encode`; stores the kept tokens too, and returns decoded states with these as given."""
+        """As `CacheSide._encode`; also stores the kept tokens in full precision, which decoded states contain."""
         start = self.packed_tokens
         assert self._chosen is not None
         chosen = self._chosen[:, start : start + states.shape[2]]
@@ -227,6 +229,7 @@ class KeptRows(CacheSide):
         return None if out is None else _with_rows_at(out, at, rows)
 
     def _past(self) -> Tensor:
+        """The packed tokens, decoded, with the kept ones in full precision."""
         past = super()._past()
         return past if self._at is None or self._rows is None else _with_rows_at(past, self._at, self._rows.view)
 
@@ -235,9 +238,9 @@ class KeptRows(CacheSide):
         if self._chosen is not None:
             self._chosen = self._chosen.index_select(0, index.to(self._chosen.device))
         if self._at is not None and self._rows is not None:
-            found = [(self._at[0] == entry).nonzero()[:, 0] for entry in index.tolist()]
-            entries = torch.cat([torch.full_like(one, number) for number, one in enumerate(found)])
-            which = torch.cat(found)
+            kept = [(self._at[0] == entry).nonzero()[:, 0] for entry in index.tolist()]
+            entries = torch.cat([torch.full_like(one, number) for number, one in enumerate(kept)])
+            which = torch.cat(kept)
             self._at = torch.stack([entries, self._at[1, which]])
             self._rows = Growable(self._rows.view.index_select(-2, which))
 
@@ -275,13 +278,13 @@ class KeptKeys(Policy):
 
     def bind_tokenizer(self, tokenizer: Any) -> KeptKeys:
         """A copy with the ids of the tokens. Raises: ConfigError: a text that is not one token."""
-        found = [tokenizer.encode(text, add_special_tokens=False) for text in self.texts]
-        for text, ids in zip(self.texts, found, strict=True):
+        encoded = [tokenizer.encode(text, add_special_tokens=False) for text in self.texts]
+        for text, ids in zip(self.texts, encoded, strict=True):
             if len(ids) != 1:
                 raise ConfigError(
                     f"method.kept_keys.texts: '{text}' is {len(ids)} tokens of this model; each one token"
                 )
-        return replace(self, ids=tuple(int(ids[0]) for ids in found))
+        return replace(self, ids=tuple(int(ids[0]) for ids in encoded))
 
     def wrap_side(self, like: CacheSide, side: str, layer: int, layers: int) -> CacheSide:
         """A `KeptSide` for keys of the chosen layers. Raises: ConfigError: `bind_kept_keys` has not been called."""

@@ -37,12 +37,12 @@ class Method:
         sink_tokens: number of first tokens that stay in full precision.
         bound: `key` and `value` -> codecs of each layer with their tables (`kvq.calibration.files.bind_tables`); empty
             for a method without calibration.
-        policies: what it does besides: evicts tokens, gives some other bits or codecs, keeps some in full precision,
-            rotates states by the model's weights.
-        by_layer: the method at the bits of each layer, where these have bits of their own; `key`, `value` and `bits`
-            are then those of the first.
-        settings: what it was built from, as plain JSON data (`kvq.config.identity.canonical_method`); empty for a
-            method that was put together by hand.
+        policies: further parts, such as those that evict tokens, change the bits or codec of some, keep some in full
+            precision, or rotate states by the model's weights.
+        by_layer: one method per layer where layers have different bits, else empty; `key`, `value` and `bits` are then
+            those of the first layer.
+        settings: the configuration that it was built from, as JSON data (`kvq.config.identity.canonical_method`); empty
+            for a method that was constructed without `build_method`.
     """
 
     name: str
@@ -59,7 +59,7 @@ class Method:
 
     @property
     def joins_sides(self) -> bool:
-        """The codec of the keys stores a token's values with them."""
+        """Whether the key codec stores keys and values of a token together."""
         return isinstance(self.value, StoredWithKeys)
 
     def check_joined(self) -> None:
@@ -85,7 +85,7 @@ class Method:
 
     @property
     def merged(self) -> MergedRotation | None:
-        """What rotates values or keys by the model's weights; their codecs then have no such stage."""
+        """The policy that rotates values or keys by the model's weights, in place of a codec stage (None: none)."""
         return self.policy("merge_rotation")
 
     def without_policies(self, *settings: str) -> Method:
@@ -94,7 +94,7 @@ class Method:
 
     @functools.cached_property
     def _policies_and_traits(self) -> tuple[Policy, ...]:
-        """Its policies and the traits of its codecs, residual and settings: all that excludes or needs capabilities."""
+        """Policies, and traits of codecs, residual and settings: all parts that exclude or need capabilities."""
         return *self.policies, *method_traits(self)
 
     def check_needs(self, asker: str, *needed: Capability, asking: Policy | None = None) -> None:
@@ -118,7 +118,7 @@ class Method:
         return not any(capability in policy.excludes for policy in self._policies_and_traits)
 
     def check_layers(self, layers: int) -> None:
-        """Raise `ConfigError` where bits are given for another number of layers than the model's `layers`."""
+        """Raise `ConfigError` if `by_layer` is for another number of layers than `layers`, that of the model."""
         if self.by_layer and len(self.by_layer) != layers:
             raise ConfigError(
                 f"method.bits_by_layer: {len(self.by_layer)} numbers for a model with {layers} layers; one for each"
@@ -164,9 +164,9 @@ class Method:
         return f"{self.name} {mean_label(bits) if bits else ''}".strip()
 
     def identity(self, layers: int) -> dict[str, Any]:
-        """What decides how it stores the states of a model of `layers` layers, as JSON data.
+        """All that determines how the states of a model with `layers` layers are stored, as JSON data.
 
-        That is its settings and residual, the tokens whose keys it keeps, and a hash of its tables.
+        These are settings, residual, ids of tokens with full-precision keys, and a hash of the calibration tables.
 
         Raises:
             Unsupported: a method without settings, or a calibrated one without tables.
@@ -183,14 +183,14 @@ class Method:
 
     def _tables(self, layers: int) -> dict[str, Tensor]:
         """The tables of all layers, by side, layer, part and name."""
-        found: dict[str, Tensor] = {}
+        tables: dict[str, Tensor] = {}
         for side, layer in itertools.product(("key", "value"), range(layers)):
             codec = self.codec(side, layer, layers)
             if codec is not None and codec.joins_layers and layer:
-                continue  # it is that of the first
-            for part, own in ({} if codec is None else calibrated_parts(codec)).items():
-                found |= {f"{side}.{layer}.{part}.{name}": table for name, table in own.tables.items()}
-        return found
+                continue  # it is the codec of the first layer
+            for name, part in ({} if codec is None else calibrated_parts(codec)).items():
+                tables |= {f"{side}.{layer}.{name}.{table}": tensor for table, tensor in part.tables.items()}
+        return tables
 
     @property
     def needs_calibration(self) -> bool:
@@ -199,17 +199,17 @@ class Method:
 
     @property
     def fits_first_tokens(self) -> bool:
-        """Some codec has tables that are fitted to the first tokens of each sequence."""
+        """Whether a codec has tables that are fitted to the first tokens of each sequence."""
         return any(codec is not None and codec.fits_first_tokens for codec in (self.key, self.value))
 
     @property
     def is_full_precision(self) -> bool:
-        """Neither keys nor values are quantized, and none are evicted."""
+        """Whether neither keys nor values are quantized, and none are evicted."""
         return not (self.key or self.value or self.replaces_layers or self.policy("eviction"))
 
     @property
     def replaces_layers(self) -> bool:
-        """A policy makes the layers of the cache, in the place of codecs."""
+        """Whether a policy (`backend`) builds the cache layers, without codecs."""
         return self.policy("backend") is not None
 
     def check_packed(self) -> None:
@@ -237,12 +237,12 @@ class Method:
         Args:
             config: the model's transformers text configuration.
             held: index, head dims and window of each of these attentions.
-            keep_decoded: as `KVCache` has it.
-            packed: layers hand over codes, for attention that reads these.
+            keep_decoded: as in `KVCache`.
+            packed: build layers that return codes, for attention that reads them.
 
         Raises:
-            ConfigError: kept keys without token ids, bits for another number of layers, parts that do not go together.
-            Unsupported: a head dim or packed attention that the method cannot do.
+            ConfigError: kept keys without token ids, bits for another number of layers, parts that do not fit together.
+            Unsupported: a head dim, or attention on codes, that the method does not support.
         """
         self.check_layers(len(held))
         self.check_pairs()
@@ -291,9 +291,12 @@ class Method:
         )
         return replace(self, key=key, value=value)
 
-    # In these, `place` is an index into `held`, the cached layers of the model.
     def _build_layer(self, place: int, held: Sequence[KvLayer], keep_decoded: bool) -> KVCacheLayer:
-        """A cache layer. Raises: Unsupported: head dims of keys and values differ, which one codec stores together."""
+        """Build the empty cache layer of attention `held[place]`.
+
+        Raises:
+            Unsupported: one codec is to store keys and values together, and their head dims differ.
+        """
         one, key = held[place], self._build_side("key", place, held, keep_decoded)
         if not self.joins_sides or key.codec is None:  # without one, a layer with a window, kept in full precision
             value = self._build_side("value", place, held, keep_decoded)
@@ -312,7 +315,7 @@ class Method:
         return replace(residual, prefill_block=PrefillBlock.size) if drops else residual
 
     def _build_side(self, side: str, place: int, held: Sequence[KvLayer], keep_decoded: bool) -> CacheSide:
-        """The empty `key` or `value` side of layer `held[place]`, as a policy wraps it, if one does."""
+        """The empty `key` or `value` side of layer `held[place]`, or what the first policy to wrap it makes of it."""
         residual, count = getattr(self.residual, side), len(held)
         codec = self.codec(side, place, count)
         label = f"layer {held[place].index} {side}s"

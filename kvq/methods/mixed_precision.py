@@ -40,7 +40,7 @@ class AttendedLayer(KVCacheLayer):
     _received: Float[Tensor, "batch kv_heads tokens"] | None = None
 
     def _add_received(self, received: Float[Tensor, "batch kv_heads tokens"], kept: float = 1.0) -> None:
-        """Add the weights that all tokens, also new ones, have received since the last call; `kept` of earlier sums."""
+        """Scale the sums by `kept` and add `received`, the weights that all tokens got since the last call."""
         if self._received is not None:
             new = received.shape[-1] - self._received.shape[-1]
             received = received + kept * torch.nn.functional.pad(self._received, (0, new))
@@ -61,7 +61,7 @@ class AttendedLayer(KVCacheLayer):
 
 
 class MixedPrecision(Policy):
-    """Chooses tokens of a layer when they leave full precision; a block then depends on more than its own tokens."""
+    """A policy that treats tokens that leave full precision differently, by more than the states of their block."""
 
     setting = "token_policy"
     does = "chooses tokens as they leave full precision"
@@ -117,7 +117,7 @@ class Saliency(MixedPrecision):
     Args:
         recent: share of a block's queries that are its last; the last one is always a probe.
         random: share of them drawn from the others. With both 0 only the last query ranks the tokens.
-        seed: of the draw; the method's own.
+        seed: of the random draw; independent of the seed of the run.
 
     Source: ZipCache (arXiv 2405.14256), sections 4.3 and 4.4; kvquant-plus-plus, section 3.1 (both shares 0).
     """
@@ -170,7 +170,7 @@ class PoolSide(CacheSide):
         self.pooled = 0
 
     def moves(self, queries: int, head: int = 0) -> Transitions:
-        """As `CacheSide.moves`, where a block of the group's size is encoded each time and the pool stays in place."""
+        """As `CacheSide.moves`; each complete block encodes one group of tokens, and the pool stays in place."""
         fresh = self.residual_tokens - self.pooled
         groups = 0 if self.codec is None else (fresh + queries - 1) // self._group
         when = [self._group * (group + 1) - fresh for group in range(groups)]
@@ -187,7 +187,7 @@ class PoolSide(CacheSide):
         return order
 
     def _flush(self, first: bool, decoded: bool = False) -> None:
-        """Encode each complete block without the tokens that are chosen for the pool, anew from pool and block."""
+        """For each complete block, choose the new pool among old pool and block, and encode the tokens not chosen."""
         count = (self.residual_tokens - self.pooled) // self._group
         if self.codec is None or self._full is None or not count:
             return
@@ -207,10 +207,10 @@ class PoolSide(CacheSide):
 
 
 class BlockEndLayer(KVCacheLayer):
-    """A layer whose tokens may come in chunks up to the end of a block, no further, where they count one by one."""
+    """A layer that refuses, under `token_by_token`, a chunk in which a block is complete before the last token."""
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """As `KVCacheLayer.update`. Raises: Unsupported: one by one, beyond the end of a block."""
+        """As `KVCacheLayer.update`. Raises: Unsupported: a chunk beyond the end of a block, under `token_by_token`."""
         if self.token_by_token and any(side.queries for side in self._moves(key_states.shape[2], 0)):
             raise Unsupported(
                 "method.token_policy: tokens fed one by one, but together beyond the end of a block; feed up to it"
@@ -239,7 +239,7 @@ class PoolLayer(BlockEndLayer):
 
 
 class DeferredSide(CacheSide):
-    """Holds new states until `settle`, which is called after the attention that reads them."""
+    """Keys or values that stay in full precision until `settle`, which is called after attention has read them."""
 
     def append(self, states: States) -> States:
         self.begins = self._receive(states)
@@ -290,6 +290,7 @@ class SaliencyLayer(PlannedLayer):
         self.policy = policy
 
     def observe(self, attended: Attended) -> None:
+        """Sum the weights that probe queries give to residual tokens, and encode complete blocks."""
         side, queries = self.key, attended.query.shape[2]
         held, packed = side.residual_tokens, side.packed_tokens
         received = attended.key.new_zeros(*attended.key.shape[:2], held)

@@ -54,17 +54,17 @@ NEEDED: Final[Mapping[Capability, str]] = {
 """What each capability is, and what to do where a method lacks it, as the end of a refusal."""
 
 CHOOSES_TOKENS: Final[Capabilities] = frozenset({"codecs_alone", "own_tokens", "packed_attention"})
-"""Excluded by each policy that chooses tokens by what they are."""
+"""Excluded by each policy that chooses tokens by their content."""
 _MARK = "kvq_rotated"  # attribute of a text configuration while the weights rotate values
 _OUTPUTS = ("o_proj", "out_proj")  # names of an attention's projection of its output
 MOST_BITS = 8  # that `GqaCompensation` raises codecs to
 
 
 class Policy:
-    """One thing that a method does beside a codec for keys and one for values.
+    """A part of a method besides its codecs, such as the eviction of tokens; each hook's default changes nothing.
 
     Attributes:
-        setting: its name in `method`, for errors.
+        setting: the setting of `method` that configures it; names it in errors.
         does: a phrase for errors, such as `evicts tokens`.
         needs: capabilities that no other policy of the method may exclude.
         excludes: capabilities that a method with this policy lacks.
@@ -76,36 +76,36 @@ class Policy:
     excludes: Capabilities = frozenset()
 
     def check_residual(self, name: str, residual: Residual) -> None:
-        """Raise `ConfigError` for a residual that the policy of a method of this name cannot do."""
+        """Raise `ConfigError` for a residual that the policy does not support; `name`: of the method, for errors."""
 
     def for_model(self, method: Any, config: Any) -> Any:
-        """The `kvq.methods.method.Method` as a model with this text configuration needs it."""
+        """`method` (a `kvq.methods.method.Method`), adapted to a model with this transformers text configuration."""
         return method
 
     def bind_tokenizer(self, tokenizer: Any) -> Policy:
-        """A copy with what it needs from a model's tokenizer, such as token ids; itself where it needs nothing."""
+        """A copy with data from a model's tokenizer, such as token ids; the policy itself where it needs none."""
         return self
 
     def codec(self, codec: Codec | None, side: str, layer: int) -> Codec | None:
-        """The codec of `key` or `value` in a layer, in the place of that of all layers."""
+        """The codec of `side` (`key` or `value`) in a layer, in place of `codec`, that of all layers."""
         return codec
 
     def wrap_side(self, like: CacheSide, side: str, layer: int, layers: int) -> CacheSide:
-        """Quantized keys or values (`side`) of layer `layer` of `layers`, in the place of those of one codec alone."""
+        """The cache side that replaces `like`, the quantized `key` or `value` side of layer `layer` (of `layers`)."""
         return like
 
     def build_layer(self, residual: ResidualSide, label: str) -> Layer:
-        """An empty layer of another library's cache, for a policy with `setting = "backend"`; `label`: for errors."""
+        """An empty layer of another library's cache, if `setting` is `backend`; `label`: names the layer in errors."""
         raise NotImplementedError
 
     def wrap_layer(self, like: KVCacheLayer, layer: int, config: Any) -> KVCacheLayer:
-        """Layer `layer` of a cache of a model with this text configuration, in the place of its two sides alone."""
+        """The cache layer to use in place of `like`, for layer `layer` of a model with this text configuration."""
         return like
 
 
 @dataclass(frozen=True)
 class Trait(Policy):
-    """What a codec, the residual or a plain setting excludes and needs. Attributes: as `Policy`."""
+    """Capabilities that a codec, the residual or a plain setting excludes and needs. Attributes: as `Policy`."""
 
     setting: str
     does: str
@@ -175,15 +175,15 @@ class MergedRotation(Policy):
         """
         text = model.config.get_text_config()  # type: ignore[union-attr, operator]
         head_dim = int(getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads)
-        found = [pair for module in model.modules() if (pair := _projections(module)) is not None]
-        if len(found) != text.num_hidden_layers:
-            where = f"in {len(found)} of {text.num_hidden_layers} layers"
+        pairs = [pair for module in model.modules() if (pair := _projections(module)) is not None]
+        if len(pairs) != text.num_hidden_layers:
+            where = f"in {len(pairs)} of {text.num_hidden_layers} layers"
             raise Unsupported(f"method.merge_rotation: {type(model).__name__} has v_proj and o_proj {where}")
-        matrices = {matrix for pair in found for matrix in pair}
+        matrices = {matrix for pair in pairs for matrix in pair}
         before = {part: part.detach().clone() for matrix in matrices for part in matrix.parameters(recurse=False)}
         try:
             expected = _logits(model)
-            for values, output in found:
+            for values, output in pairs:
                 rotation = self.rotation.matrix(head_dim, values.weight.double())
                 _rotate_channels(values.weight.data.T, rotation)
                 if values.bias is not None:
@@ -194,8 +194,8 @@ class MergedRotation(Policy):
             setattr(text, _MARK, True)
             yield
         finally:
-            for part, own in before.items():
-                part.data.copy_(own)
+            for part, original in before.items():
+                part.data.copy_(original)
             if hasattr(text, _MARK):
                 delattr(text, _MARK)
 
@@ -210,13 +210,13 @@ class MergedRotation(Policy):
 
 
 def check_unrotated(config: Any) -> None:
-    """Raise `Unsupported` for a text configuration whose model's weights rotate values now."""
+    """Raise `Unsupported` if the model of this text configuration is within `MergedRotation.in_weights`."""
     if hasattr(config, _MARK):
         raise Unsupported("quantize: an outer `with` rotates the model's weights (merge_rotation); leave it first")
 
 
 def merged_rotation(name: str, codec: Codec | None) -> tuple[Codec, MergedRotation]:
-    """The codec of values without its rotation, and the policy by which the weights take it over."""
+    """The value codec without its first stage, a rotation, and the policy that rotates by the weights instead."""
     first = codec.stages[0][1] if codec is not None and codec.stages else None
     if codec is None or not isinstance(first, Hadamard) or not first.orthogonal:
         raise ConfigError(f"method.merge_rotation of {name}: values whose first stage is a Hadamard rotation")
@@ -231,7 +231,7 @@ def _projections(attention: nn.Module) -> tuple[nn.Linear, nn.Linear] | None:
 
 
 def _rotate_channels(rows: Float[Tensor, "rows channels"], rotation: Float[Tensor, "dim dim"]) -> None:
-    """Multiply each row's channels, head by head, by the rotation, in place, computed in double precision."""
+    """Multiply each head's channels in each row by the rotation, in place, computed in double precision."""
     heads = rows.double().unflatten(1, (-1, rotation.shape[0]))
     rows.copy_((heads @ rotation.to(rows.device)).flatten(1))
 
@@ -258,7 +258,7 @@ class GqaCompensation(Policy):
     excludes = frozenset({"codecs_alone", "fixed_bits"})
 
     def extra_bits(self, config: Any) -> int:
-        """Bits that are added in a model: 0 for one query head, 1 up to 4, 2 up to 16."""
+        """Bits to add: ceil(log4 g) for g query heads per KV head of a model with this text configuration."""
         heads = int(config.num_attention_heads)
         shared = heads // int(getattr(config, "num_key_value_heads", None) or heads)
         return -(-(shared - 1).bit_length() // 2)  # ⌈log₄⌉ of it

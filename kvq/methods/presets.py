@@ -23,7 +23,7 @@ from kvq.models.load import unwrapped
 
 
 def method_for(model: nn.Module, name: str, bits: Any = 3, overrides: Sequence[str] = ()) -> Method:
-    """A method by name, checked against the head dims and the order of channels of a model.
+    """Build a method by name, adapted to a model (channel order of RoPE) and checked for its head dims.
 
     Args:
         model: a causal LM of transformers.
@@ -38,7 +38,7 @@ def method_for(model: nn.Module, name: str, bits: Any = 3, overrides: Sequence[s
 
 
 class _Caches:
-    """The caches that calls of a model get within `quantize`, and which of them were read. Settings as `KVCache`."""
+    """Makes the caches of model calls within `quantize` and records which were read. `settings`: of `KVCache`."""
 
     def __init__(self, model: Any, method: Method, **settings: Any) -> None:
         self._model, self._method, self._settings = model, method, settings
@@ -51,7 +51,7 @@ class _Caches:
         return EncoderDecoderCache(cache, DynamicCache()) if self._model.config.is_encoder_decoder else cache
 
     def _note_use(self, *asked: bool | None) -> bool:
-        """Whether a call uses a cache, by the first of what is asked that is not None; one without is noted."""
+        """Whether a call uses a cache: the first of `asked` that is not None, else True. Records calls without one."""
         used = next((one for one in asked if one is not None), True)
         if not used:
             self._starts.append({False})
@@ -100,16 +100,15 @@ def quantize(
 ) -> Iterator[Method]:
     """`with kvq.quantize(model, "kivi", bits=2): model.generate(**inputs)`: caches made inside are quantized.
 
-    A call of the model or of its `generate` that is given no cache gets a new `KVCache`, of an encoder-decoder for the
-    decoder's own tokens; a cache that is given is left alone. Of nested statements the inner one holds. After the
-    statement the model is as it was, and so are weights that a method rotates. It warns of calls that read no quantized
-    token: one forward, such as for a loss, attends at full precision before it stores, and `use_cache=False` stores
-    nothing.
+    A call of the model or of its `generate` without a cache gets a new `KVCache` (in an encoder-decoder, for decoder
+    self-attention); a cache that is passed is used unchanged. In nested statements the innermost applies. Afterwards
+    the model is restored, with weights that a method rotates. It warns of calls that read no quantized token: a single
+    forward, such as for a loss, attends in full precision before it stores, and `use_cache=False` stores nothing.
 
     Args:
         model: a causal LM of transformers (docs/models.md).
-        method: a name, or a method that is built, such as one with its calibration (`kvq.calibrate`,
-            `kvq.bind_calibration`), which comes without `overrides`.
+        method: a name, or a built method, such as one with its calibration (`kvq.calibrate`, `kvq.bind_calibration`),
+            for which `overrides` must be empty.
         bits, overrides: as `kvq.build_method`.
         attention, dtype: as `KVCache`.
 

@@ -33,10 +33,10 @@ class AdaptiveTiers(MixedPrecision):
     decoded and encoded again; what was lost stays lost.
 
     Args:
-        decay: share of the mean that each further query leaves as it is.
-        thresholds: the least scores of all tiers but the last, falling.
-        relative: thresholds are multiples of 1/T, the mean weight of T tokens; else weights.
-        hysteresis: a token moves where its score is beyond a threshold by this share of it.
+        decay: weight of the earlier mean when a further query is averaged in.
+        thresholds: lowest score of each tier but the last, descending.
+        relative: thresholds are multiples of 1/T, the mean weight of T tokens; else attention weights.
+        hysteresis: share of a threshold by which a score must be beyond it before the token moves.
         every_step: choose tiers anew after every forward (a decoded token), as the source does.
 
     Source: kvquant-plus-plus, section 3.3, which has neither thresholds nor hysteresis and moves tokens at every step.
@@ -63,14 +63,14 @@ class AdaptiveTiers(MixedPrecision):
         return TierLayer(like, self)
 
     def tiers(self, scores: Float[Tensor, "*lead"], tokens: int, now: Tensor | None = None) -> UInt8[Tensor, "*lead"]:
-        """The tier of each score among `tokens` tokens. `now`: present tiers, which last within the hysteresis."""
+        """Tier of each score, among `tokens` tokens. `now`: current tiers, kept within the hysteresis (None: none)."""
         if now is None:
             return self._tier_index(scores, tokens, 1.0)
         best, worst = (self._tier_index(scores, tokens, 1 + side * self.hysteresis) for side in (-1, 1))
         return torch.minimum(torch.maximum(now, best), worst)
 
     def _tier_index(self, scores: Tensor, tokens: int, factor: float | int) -> Tensor:
-        """Index of the tier of each score, 0 for the most bits: how many thresholds, times `factor`, are above it."""
+        """Tier index of each score, 0 for the most bits: the number of thresholds, times `factor`, above it."""
         unit = factor / tokens if self.relative else factor
         return sum((scores < threshold * unit).to(torch.uint8) for threshold in self.thresholds)  # type: ignore[return-value]
 
@@ -80,8 +80,8 @@ class TierStore(BlockStore):
 
     Attributes:
         moves: number of tokens (of one head) that were decoded and encoded again so far.
-        lost: sum of squared differences that this made.
-        energy: sum of squares of these tokens before.
+        lost: sum of squared differences between their decoded states before and after.
+        energy: sum of squares of their decoded states before.
     """
 
     saved = ("_tokens", "moves", "lost", "energy", "_index", "_lists", "_like")
@@ -116,7 +116,7 @@ class TierStore(BlockStore):
         return unpack([self._index], TIER_BITS, self._tokens)[..., 0]
 
     def revise(self, states: States, tiers: Tiers) -> None:
-        """Append `states` to the tokens held, and encode new tokens and those whose tier changes; `tiers` is of all."""
+        """Append and encode `states`; encode stored tokens again whose tier changes. `tiers`: of old and new tokens."""
         before = self.past(None) if self.tokens else states[:, :, :0]
         old = torch.full_like(tiers, len(self._codecs))
         if self.tokens:
@@ -207,7 +207,7 @@ class TierStore(BlockStore):
             self._decoded = self._decoded.select(index)
 
     def fork(self) -> TierStore:
-        """A copy that grows independently; lists are replaced, never changed."""
+        """A copy that grows independently; it shares the lists, which are never changed in place."""
         other = copy.copy(self)
         other._decoded = None if self._decoded is None else self._decoded.fork()
         return other
@@ -241,7 +241,10 @@ class TierSide(DeferredSide):
         return None if self._store is None else Recompression(self.store.moves, self.store.lost, self.store.energy)
 
     def revise(self, tiers: Tiers) -> None:
-        """Encode the first residual tokens, and again packed ones whose tier changes; `tiers` is of both together."""
+        """Encode the oldest residual tokens, and again packed ones whose tier changes.
+
+        `tiers`: of the packed tokens, followed by the residual tokens to encode.
+        """
         assert self._full is not None
         gone, states = tiers.shape[-1] - self.packed_tokens, self._full.view
         self._check_finite(states[:, :, :gone])
@@ -270,6 +273,7 @@ class TierLayer(PlannedLayer):
         self.policy = policy
 
     def observe(self, attended: Attended) -> None:
+        """Update the exponential mean of each token's attention weights, and encode complete blocks."""
         decay = self.policy.decay
         for weights in attended.chunks():
             rows = weights.shape[-2]
@@ -284,7 +288,7 @@ class TierLayer(PlannedLayer):
         return self._received[..., :tokens] / (1 - self.policy.decay ** seen.to(self._received.dtype))
 
     def _encode_leaving(self) -> None:
-        """Choose tiers for the tokens of complete blocks, and anew for all before them, and encode what changes."""
+        """Choose the tiers of tokens in complete blocks and of all earlier tokens; encode those whose tier changes."""
         gone, held = sum(self.key.leaving_lengths()), self.key.packed_tokens
         if not gone and not (self.policy.every_step and held):
             return

@@ -29,15 +29,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return command.run(parser.parse_args(arguments), _write)
 
 
-def _write(given: argparse.Namespace) -> int:
+def _write(options: argparse.Namespace) -> int:
     """Write the tables of the results folder that the command's options name; return the exit status."""
-    store, tables = Store(given.results), given.results / "tables"
+    store, tables = Store(options.results), options.results / "tables"
     scanned = read_records(store)
-    if given.all:
+    if options.all:
         write(store, scanned, tables, show=True)
     records = scanned[0]
     present = frozenset((record.model, record.method) for record in records)
-    found = experiments(present)
-    paths = write_experiments(found, by_signature(records), read_reference(), given.out or tables / "experiments")
-    print(f"{len(found)} experiments: {paths[-1]}")
+    built = experiments(present)
+    paths = write_experiments(built, by_signature(records), read_reference(), options.out or tables / "experiments")
+    print(f"{len(built)} experiments: {paths[-1]}")
     return 0

@@ -33,7 +33,7 @@ from kvq.results.files import write_file
 from kvq.results.presets import cache_by_folder, choices_in_use
 
 Present = frozenset[tuple[str, str]]
-"""Model and method of the runs that there are records of."""
+"""Pairs (model, method) of the runs that have records."""
 # Overrides that have no effect on full precision.
 _OF_A_METHOD = ("method", "bits=", "residual", "cache.attention=")
 # Parts of a configuration that are composed apart, and the words of a command that belong to each.
@@ -48,7 +48,7 @@ def names() -> list[str]:
 
 @functools.cache
 def layout_named(name: str) -> LayoutConfig:
-    """The layout of an experiment, composed once; `KvqError`: it does not compose."""
+    """Compose the layout of an experiment, once in a process; `KvqError`: its configuration is not valid."""
     chosen = [f"+experiment={name}"]
     try:
         return sweep.layout_of(compose(chosen))
@@ -57,7 +57,7 @@ def layout_named(name: str) -> LayoutConfig:
 
 
 def experiment_of(name: str, present: Present = frozenset()) -> Experiment:
-    """An experiment with a table, and its runs (`present`: of what there are records)."""
+    """An experiment with the cells of its table and their runs, with signatures for models and methods in `present`."""
     layout = layout_named(name)
     cells = sweep.cells_of(layout)
     jobs = sweep.jobs_of(cells, (), {})
@@ -84,21 +84,21 @@ def experiment_of(name: str, present: Present = frozenset()) -> Experiment:
 
 
 def experiments(present: Present) -> list[Experiment]:
-    """Every experiment that reproduces a paper's table; kept in the user's cache, as composing them takes long."""
+    """Every experiment that reproduces a paper's table; read from the user's cache, as composing them takes long."""
     path = cache_folder() / f"experiments-{_digest(present)}.pickle"
     with suppress(Exception):  # not kept, or torn
         kept: list[Experiment] = pickle.loads(path.read_bytes())
         return kept
-    found = [experiment_of(name, present) for name in names() if layout_named(name).paper is not None]
+    built = [experiment_of(name, present) for name in names() if layout_named(name).paper is not None]
     with suppress(OSError):  # a cache that cannot be written costs time alone
         for old in path.parent.glob("experiments-*.pickle"):
             old.unlink()
-        write_file(path, pickle.dumps(found), durable=False)
-    return found
+        write_file(path, pickle.dumps(built), durable=False)
+    return built
 
 
 def _digest(present: Present) -> str:
-    """A hash of all that decides the experiments: configurations, the code that composes them, what is on record."""
+    """A hash of all that decides `experiments`: Python, configurations, the code that composes them, and `present`."""
     package = Path(__file__).parents[1]
     code = [*package.glob("config/*.py"), *package.glob("papers/*.py"), *package.glob("report/tables/experiments.py")]
     files = [path for folder in plugins.conf_dirs() for path in folder.rglob("*") if path.is_file()]
@@ -109,17 +109,21 @@ def _digest(present: Present) -> str:
 
 
 def of_no_paper(jobs: Iterable[sweep.Overrides]) -> bool:
-    """Whether all models that runs name are embedded, installed or drawn states; False where none is named."""
-    own = {word.partition("=")[2] for job in jobs for word in job if word.startswith("model=")}
-    return bool(own) and all(model in choices_in_use()["model"] and sweep.runs_anywhere(model) for model in own)
+    """Whether runs name models, all of them embedded or installed ones (`sweep.runs_anywhere`), so none of a paper."""
+    models = {word.partition("=")[2] for job in jobs for word in job if word.startswith("model=")}
+    return bool(models) and all(model in choices_in_use()["model"] and sweep.runs_anywhere(model) for model in models)
 
 
 def _stand_in_cells(
     layout: LayoutConfig, cells: Iterable[sweep.Cell], model: str, present: Present
 ) -> tuple[Asked, ...]:
-    """The cells of a stand-in, whose model runs anywhere; where that runs another task, its main metric is read."""
+    """The cells with runs on `model`, a small one in place of the paper's, and without the label of the model.
+
+    A cell whose runs then are of another task (`LayoutConfig.small`) reads that task's main metric and loses the labels
+    that choose a metric.
+    """
     asked: set[tuple[sweep.Overrides, ...]] = set()
-    found: dict[tuple[tuple[str, str], ...], Asked] = {}
+    by_labels: dict[tuple[tuple[str, str], ...], Asked] = {}
     instead = sweep.stand_in_overrides(layout, model) or {}
     for cell in cells:
         runs = tuple(dict.fromkeys(sweep.override_run(run, [f"model={model}"], instead) for run in cell.runs))
@@ -130,8 +134,8 @@ def _stand_in_cells(
         made = Asked(labels, "" if other else cell.metric, answers, cell.reason)
         if runs and not (other and runs in asked):
             asked.add(runs)
-            found[tuple(labels.items())] = made
-    return tuple(found.values())
+            by_labels[tuple(labels.items())] = made
+    return tuple(by_labels.values())
 
 
 def _task_of(run: Sequence[str]) -> str:
@@ -141,7 +145,7 @@ def _task_of(run: Sequence[str]) -> str:
 
 @cache_by_folder
 def _cell_run(run: sweep.Overrides, present: Present) -> CellRun:
-    """A run's command, with its signature where records hold its model and method, or what it waits for here."""
+    """A run's command, with its signature if `present` has its model and method, or the reason why it cannot run."""
     missing = list(sweep.missing_choices(run, choices_in_use()))
     if missing:
         return CellRun(sweep.command(run), waits=f"{', '.join(missing)}: not in this version")
@@ -158,34 +162,37 @@ def _cell_run(run: sweep.Overrides, present: Present) -> CellRun:
 
 @functools.cache
 def _present_or_any(present: Present) -> frozenset[tuple[str | None, str | None]]:
-    """The pairs of model and method on record; None in the place of either means any."""
+    """The pairs (model, method) of `present`, and these with None, which stands for any, for one or both."""
     return frozenset(itertools.chain.from_iterable(itertools.product((a, None), (b, None)) for a, b in present))
 
 
 @functools.cache
 def _signature(run: sweep.Overrides) -> str:
-    """The signature of a run (`kvq.report.tables.experiments.signature`)."""
+    """The hash of a run's settings that its records have too (`kvq.report.tables.experiments.signature`)."""
     config = resolved(run)
     return signature(by_names(config), config.model.name, config.dataset.name)
 
 
 def resolved(run: sweep.Overrides) -> Config:
-    """A run's configuration (`model.context` only if it chooses a model); parts are composed once for all runs."""
+    """Compose and resolve a run's configuration, each part of `_PARTS` once for all runs that share its overrides.
+
+    `model.context` is null unless the run chooses a model.
+    """
     words = {part: tuple(word for word in run if word.startswith(names)) for part, names in _PARTS.items()}
-    apart = {part: found for part, own in words.items() if own and (found := _resolve_part(part, own)) is not None}
+    apart = {part: config for part, some in words.items() if some and (config := _resolve_part(part, some)) is not None}
     rest = tuple(word for word in run if not any(word in words[part] for part in apart))
     return replace(_resolve_rest(rest), **{name: setting for part in apart.values() for name, setting in part.items()})
 
 
 @functools.cache
 def _resolve_rest(rest: sweep.Overrides) -> Config:
-    """The configuration of the overrides outside `_PARTS`; without `model.context`, which the run's task may exceed."""
+    """The configuration of the other overrides; `model.context` is null, as the run's task may exceed the default."""
     return resolve(compose([*rest, "model.context=null"]))
 
 
 @functools.cache
 def _resolve_part(part: str, words: sweep.Overrides) -> dict[str, Any] | None:
-    """The settings of a part; None where its choice decides others too, as some tasks choose a data set."""
+    """The resolved settings of a part of `_PARTS`; None if its overrides `words` change others, as some tasks do."""
     config, defaults = compose(words), compose([])
     if any(config._get_node(name) != defaults._get_node(name) for name in config.keys() - {part, "bits"}):
         return None
@@ -203,7 +210,7 @@ def print_experiment(name: str, results_dir: str) -> None:
 
 
 def print_cost(name: str, jobs: int) -> None:
-    """Print how many runs were asked for, how many the paper's own experiment has, and what it waits for."""
+    """Print the number of runs asked for (`jobs`) and in the paper's experiment, and what this version cannot run."""
     experiment = experiment_of(name)
     full = f"{experiment.runs} runs and {experiment.baselines} of full precision beside them"
     print(f"{name}: {jobs} runs here; in full {full}")

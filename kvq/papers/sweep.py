@@ -30,7 +30,7 @@ Job = TypeVar("Job", bound=Sequence[str])
 
 @dataclass(frozen=True)
 class Cell:
-    """One number of a table. `labels`: axis -> label; `runs`: overrides of each run it pools; `reason`: why none."""
+    """One number of a table. `labels`: axis -> label; `runs`: overrides of each run it pools; `reason`: why no run."""
 
     labels: Mapping[str, str]
     runs: tuple[Overrides, ...]
@@ -39,7 +39,7 @@ class Cell:
 
 
 def cells_of(layout: LayoutConfig) -> list[Cell]:
-    """Every combination of labels, the last axis fastest."""
+    """The cells of a table: one for each combination of labels, the last axis fastest."""
     cells = []
     for chosen in itertools.product(*layout.labels.values()):
         labels = dict(zip(layout.labels, chosen, strict=True))
@@ -58,23 +58,26 @@ def cells_of(layout: LayoutConfig) -> list[Cell]:
 
 @functools.cache
 def _words(overrides: str) -> Overrides:
-    """Overrides that are separated by spaces; few texts make up all runs of a table."""
+    """Split a string of overrides at spaces, as a shell does; cached, as all runs of a table share a few strings."""
     return tuple(shlex.split(overrides))
 
 
-def override_run(run: Overrides, given: Sequence[str], small: Mapping[str, str]) -> Overrides:
-    """A run with its words replaced as `small` says; each given `x=` takes the place of its `x=` and of all `x.…=`."""
+def override_run(run: Overrides, overrides: Sequence[str], small: Mapping[str, str]) -> Overrides:
+    """Replace overrides of a run by those that `small` maps them to, then put `overrides` in the place of their like.
+
+    An override `x=` removes the run's `x=` and all of its `x.…=`.
+    """
     replaced = (_words(small[word]) if word in small else (word,) for word in run)
     kept = {word.partition("=")[0]: word for words in replaced for word in words}
-    mine = {word.partition("=")[0].lstrip("+~"): word for word in given}
-    for name in mine:
+    names = {word.partition("=")[0].lstrip("+~"): word for word in overrides}
+    for name in names:
         kept = {key: word for key, word in kept.items() if key != name and not key.startswith(f"{name}.")}
-    return (*kept.values(), *given)
+    return (*kept.values(), *overrides)
 
 
-def jobs_of(cells: Iterable[Cell], given: Sequence[str], small: Mapping[str, str]) -> list[Overrides]:
-    """The runs of a table, each once, under the command line's overrides."""
-    return list(dict.fromkeys(override_run(run, given, small) for cell in cells for run in cell.runs))
+def jobs_of(cells: Iterable[Cell], overrides: Sequence[str], small: Mapping[str, str]) -> list[Overrides]:
+    """The runs of all cells, each once, after `override_run` with the command line's `overrides` and `small`."""
+    return list(dict.fromkeys(override_run(run, overrides, small) for cell in cells for run in cell.runs))
 
 
 def missing_choices(run: Sequence[str], choices: Mapping[str, Iterable[str]]) -> Iterator[str]:
@@ -86,7 +89,7 @@ def missing_choices(run: Sequence[str], choices: Mapping[str, Iterable[str]]) ->
 
 
 def command(run: Sequence[str]) -> str:
-    """The command that makes a run, as a shell takes it."""
+    """The shell command that makes a run."""
     return f"python run.py {shlex.join(run)}"
 
 
@@ -108,7 +111,10 @@ def runs_anywhere(model: str) -> bool:
 
 
 def stand_in_overrides(layout: LayoutConfig, model: str) -> dict[str, str] | None:
-    """What replaces overrides on an embedded model (`small`) or an installed one (`small`, then `real`); else None."""
+    """The `small` of `override_run` for a model that stands in for the paper's; None: another model, nothing replaced.
+
+    That is `layout.small`, for an installed model updated by `layout.real`.
+    """
     if not runs_anywhere(model):
         return None
     return layout.small if is_embedded(model) else layout.small | layout.real
@@ -116,10 +122,10 @@ def stand_in_overrides(layout: LayoutConfig, model: str) -> dict[str, str] | Non
 
 @cache_by_folder
 def setting_in_file(group: str, choice: str, setting: str) -> str | None:
-    """A setting as the file of a choice has it, such as a model's name; None where it is absent or interpolated."""
+    """A setting as written in the file of a choice, such as a model's name; None where it is absent or interpolated."""
     file = find(group, choice, *reversed(plugins.conf_dirs()))
-    found = None if file is None else file.read().get(setting)
-    return None if found is None or "${" in found else str(found)
+    value = None if file is None else file.read().get(setting)
+    return None if value is None or "${" in value else str(value)
 
 
 def list_jobs(overrides: Iterable[Override]) -> list[list[str]]:
@@ -137,20 +143,20 @@ def list_jobs(overrides: Iterable[Override]) -> list[list[str]]:
 
 
 def group_jobs(jobs: Iterable[Job]) -> list[Job]:
-    """Order jobs by model, then text and task, of which a process holds one each, and keep the rest's order."""
-    given = list(jobs)
-    chosen = [[tuple(word for word in job if word.startswith(names)) for names in _SHARED] for job in given]
+    """Sort jobs by model, then by text and task, since a process keeps one of each loaded; order is kept otherwise."""
+    unsorted = list(jobs)
+    chosen = [[tuple(word for word in job if word.startswith(names)) for names in _SHARED] for job in unsorted]
     ranks = [{words: rank for rank, words in enumerate(dict.fromkeys(column))} for column in zip(*chosen, strict=True)]
-    wanted = [[rank[words] for rank, words in zip(ranks, own, strict=True)] for own in chosen]
-    return [given[place] for place in sorted(range(len(given)), key=wanted.__getitem__)]
+    wanted = [[rank[words] for rank, words in zip(ranks, columns, strict=True)] for columns in chosen]
+    return [unsorted[place] for place in sorted(range(len(unsorted)), key=wanted.__getitem__)]
 
 
 def sweep_of(config: DictConfig, overrides: Sequence[Override]) -> list[Overrides]:
-    """Jobs of the experiment for every product of the command line's values, without those with missing choices."""
+    """The experiment's jobs for each combination of the command line's values, without jobs with missing choices."""
     layout = layout_of(config)
     cells, known = cells_of(layout), choices()
     jobs: list[Overrides] = []
-    for given in map(tuple, list_jobs(overrides)):
-        model = next((word.partition("=")[2] for word in given if word.startswith("model=")), "")
-        jobs += jobs_of(cells, given, (stand_in_overrides(layout, model) if model else None) or {})
+    for words in map(tuple, list_jobs(overrides)):
+        model = next((word.partition("=")[2] for word in words if word.startswith("model=")), "")
+        jobs += jobs_of(cells, words, (stand_in_overrides(layout, model) if model else None) or {})
     return [job for job in group_jobs(dict.fromkeys(jobs)) if not any(missing_choices(job, known))]
