@@ -123,7 +123,7 @@ class KVCache(PaddableCache, WatchfulCache):
     def _update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Any, Any]:
-        """Check the channels, cast to `dtype`, append to the layer, and cast what is read back to the model's dtype."""
+        """Check the channels, cast to `dtype`, append to the layer; return the read states in the model's dtype."""
         known = self._held[layer_idx][1].head_dim if layer_idx in self._held else None
         if known != key_states.shape[3]:
             raise Unsupported(
@@ -234,7 +234,7 @@ class KVCache(PaddableCache, WatchfulCache):
 
     @isolated()
     def receive_hidden(self, index: int, hidden: Tensor) -> None:
-        """Pass on the states `[batch, tokens, channels]` that enter layer `index`, before its norm and attention."""
+        """Pass on the hidden states `[batch, tokens, channels]` at the input of layer `index`, before its norm."""
         if index in self._held:
             self._layer(index).receive_hidden(hidden)
 

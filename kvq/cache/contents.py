@@ -1,4 +1,4 @@
-"""What a `KVCache` holds: recurrent states of fixed size, and all of its bytes counted.
+"""Recurrent states in a `KVCache`, and the count of all bytes that a cache stores.
 
 Recurrent states are those of linear attention, convolutions and state space models. They are neither quantized nor
 cast. `KVCache` holds them for the model, counts them under their own name, and forks and selects them with the keys and

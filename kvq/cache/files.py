@@ -40,7 +40,7 @@ _FAILURES = (OSError, SafetensorError, KeyError, ValueError, TypeError, Attribut
 
 
 def identity(model: Any, method: Any, layers: int) -> dict[str, Any]:
-    """Method, model and versions, as JSON data: a file is read only where they equal those it was written with."""
+    """Method, model and versions, as JSON data; a file is read only if they equal those that it was written with."""
     named: dict[str, Any] = method.identity(layers)
     return {
         "method": named,

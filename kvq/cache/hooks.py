@@ -47,7 +47,7 @@ class WatchfulCache(Cache):
         self._attending: int | None = None
         self._held_before = 0
         self.starts: set[bool] = set()
-        """Whether forwards began with tokens in the cache; shared with forks."""
+        """For all forwards so far, as a set: whether the cache held tokens before it; shared with forks."""
 
     def begin_forward(self, stack: nn.Module) -> bool:
         """Note that a forward of `stack` begins; return False if it is nested in another one or of another model."""
@@ -243,7 +243,7 @@ def _prepare_attention(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any
 
 
 def no_mask_reason(module: nn.Module) -> str | None:
-    """The reason why an attention cannot give each query of a chunk a mask of its own; None: it can."""
+    """The reason why an attention cannot give each query of a chunk a separate mask; None: it can."""
     way = getattr(getattr(module, "config", None), "_attn_implementation", "eager")
     if way in _MASKED:
         return None
@@ -254,7 +254,7 @@ def no_mask_reason(module: nn.Module) -> str | None:
 
 
 def masks_each_query(model: nn.Module) -> bool:
-    """Whether every attention of a model can give each query of a forward a mask of its own."""
+    """Whether every attention of a model can give each query of a forward a separate mask."""
     parts = attentions(base_of(model))
     return not any(no_mask_reason(part) or _takes(part, ("position_bias",)) or _adds_bias(part, {}) for part in parts)
 

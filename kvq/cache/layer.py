@@ -85,7 +85,7 @@ class Layer(CacheLayerMixin):
         """Receive the ids of the next tokens, `[batch, tokens]`, before their states (None: they are not known)."""
 
     def receive_hidden(self, hidden: Tensor) -> None:
-        """Receive the states `[batch, tokens, channels]` that enter the layer, before `update`."""
+        """Receive the hidden states `[batch, tokens, channels]` at the layer's input, before `update`."""
 
     def receive_rotations(self, tokens: int, given: tuple[Tensor, Tensor] | None, like: Tensor) -> None:
         """Receive the RoPE tables of the next tokens: cosines and sines `[rows, tokens, columns]` (None: no RoPE)."""

@@ -183,7 +183,7 @@ class CacheSide:
         return Transitions(self.packed_tokens, (head,) * gone + later)
 
     def append_in_steps(self, states: States) -> tuple[States, States | None]:
-        """Add states as if each token came in an update of its own.
+        """Add states as if each token came in a separate update.
 
         Returns the states as the first query reads them, with all new tokens in full precision; and the decoded form of
         the tokens in `moves`, which later queries read (None: there are none).
@@ -318,7 +318,7 @@ class CacheSide:
             self._full = Growable(left) if left.shape[2] else None
 
     def check_finite(self) -> None:
-        """Raise `DataError` when states were NaN or infinite: those in full precision, and encoded ones on a device."""
+        """Raise `DataError` for NaN or infinite states: full-precision ones, and encoded ones not checked before."""
         if self._finite is not None:
             self._require(self._finite)
         if self._full is not None:

@@ -301,7 +301,7 @@ def layer_indices(chosen: Iterable[int], layers: int) -> set[int]:
 
 
 class KeptSide(KeptRows):
-    """Keys of a layer that also keep tokens, chosen by id, in full precision, which attention reads in place of codes.
+    """Keys of a layer; those of tokens with chosen ids are also kept in full precision and read in place of codes.
 
     Args:
         ids: tokens of the vocabulary whose keys are kept.

@@ -276,7 +276,7 @@ class Method:
 
     @property
     def depends_on_model(self) -> bool:
-        """Whether the architecture of a model decides what some stage of its codecs computes."""
+        """Whether some stage of its codecs depends on the architecture of the model."""
         stages = [stage for codec in (self.key, self.value) if codec is not None for _, stage in codec.stages]
         return any(stage.depends_on_model for stage in stages)
 

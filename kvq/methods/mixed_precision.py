@@ -154,7 +154,7 @@ class PoolSide(CacheSide):
 
     At each block's end the pool is chosen anew from both and the rest is encoded.
 
-    `leader`: the side whose choice this one takes (values: that of the keys); None: this side chooses.
+    `leader`: the side that chooses the pool's tokens for this one (keys, for values); None: this side chooses.
     """
 
     saved = (*CacheSide.saved, "pooled")

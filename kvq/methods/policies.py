@@ -1,4 +1,4 @@
-"""Policies: what a method does beside its codecs, and what each of them needs and excludes.
+"""Policies: the parts of a method besides its codecs, with the capabilities that each needs and excludes.
 
 A policy excludes capabilities: a method with `method.eviction` cannot encode all tokens at once. Tasks, kinds of
 attention and other policies need capabilities. `Method.check_needs` compares the two and words every refusal, so a new
@@ -51,7 +51,7 @@ NEEDED: Final[Mapping[Capability, str]] = {
     "several_tokens": "several tokens in a forward",
     "sides_apart": "each side of each layer quantized by itself",
 }
-"""What each capability is, and what to do where a method lacks it, as the end of a refusal."""
+"""Each capability as the end of an error: what is needed, and what to use if the method does not have it."""
 
 CHOOSES_TOKENS: Final[Capabilities] = frozenset({"codecs_alone", "own_tokens", "packed_attention"})
 """Excluded by each policy that chooses tokens by their content."""

@@ -76,7 +76,7 @@ class AdaptiveTiers(MixedPrecision):
 
 
 class TierStore(BlockStore):
-    """Tokens in a list for each tier, those of all sequences and heads one after the other; and the tiers, 2 bits each.
+    """Packed tokens in one list per tier, sequence by sequence and head by head, and a 2-bit tier index for each token.
 
     Attributes:
         moves: number of tokens (of one head) that were decoded and encoded again so far.
