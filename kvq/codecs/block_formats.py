@@ -18,7 +18,7 @@ from kvq.errors import ConfigError, Unsupported
 
 
 def in_groups(x: Float[Tensor, "*lead dim"], size: int | None) -> Float[Tensor, "*lead groups size"]:
-    """The channels in groups of `size` (None: all); a short last group gets zeros, which are never the largest."""
+    """Split the channels into groups of `size` (None: one group); a short last group is padded with zeros."""
     size = min(size or x.shape[-1], x.shape[-1])
     return torch.nn.functional.pad(x, (0, -x.shape[-1] % size)).unflatten(-1, (-1, size))
 
@@ -26,7 +26,7 @@ def in_groups(x: Float[Tensor, "*lead dim"], size: int | None) -> Float[Tensor, 
 def times_scale(
     values: Float[Tensor, "*lead dim"], scale: Float[Tensor, "*_lead groups"], size: int | None
 ) -> Float[Tensor, "*lead dim"]:
-    """The channels of each group of `size` (None: all) times the group's scale."""
+    """Multiply the channels of each group of `size` (None: one group) by the group's scale."""
     groups = in_groups(values, size) * scale.unsqueeze(-1)
     return groups.flatten(-2)[..., : values.shape[-1]]
 
@@ -78,10 +78,10 @@ class SignedMaxQuantizer(CodeQuantizer):
 
 
 class HalfAwayQuantizer(UniformQuantizer):
-    """Symmetric, per token in groups of channels, with halves rounded away from zero as C's `roundf` does.
+    """Symmetric round to nearest per token and group of channels; halves go away from zero, as C's `roundf` rounds.
 
     d = max|x| / (2^(b-1) - 1), code = roundf(x (1 / d)), x̂ = d code; codes use the unrounded d and its reciprocal, d is
-    stored in fp16. 8 bits and groups of 32 are llama.cpp's q8_0 (8.5 bits). Elsewhere halves go to the even code.
+    stored in fp16. 8 bits and groups of 32 are llama.cpp's q8_0 (8.5 bits).
 
     Args:
         bits: bits per code, 2-16.
@@ -99,8 +99,8 @@ class HalfAwayQuantizer(UniformQuantizer):
 class Float8Quantizer(Quantizer):
     """8-bit floating point (e4m3), with scale max|x| / 448 of all heads, tokens and channels of a block.
 
-    The scale is stored in fp16: 8 + 16 / (H T D) bits per element of H heads, T tokens and D channels. No sequence of
-    a batch depends on its neighbours.
+    The scale is stored in fp16: 8 + 16 / (H T D) bits per element of H heads, T tokens and D channels. Each sequence of
+    a batch has its scale.
 
     Source: Micikevicius et al., FP8 Formats for Deep Learning (arXiv 2209.05433), Table 1.
     """
@@ -108,7 +108,7 @@ class Float8Quantizer(Quantizer):
     version: ClassVar[int] = 1
 
     def encode(self, x: Float[Tensor, "*lead heads tokens dim"], dtype: torch.dtype) -> Parts:
-        """`values` (e4m3), as `x`, and `scale` `[..., 1, 1, 1]`."""
+        """`values` in e4m3, of the shape of `x`, and `scale` `[..., 1, 1, 1]` in fp16."""
         limit = torch.finfo(torch.float8_e4m3fn).max
         scale = x.abs().amax((-3, -2, -1), keepdim=True) / limit
         values = (x / scale.masked_fill(scale == 0, 1)).clamp(-limit, limit)
@@ -120,7 +120,7 @@ class Float8Quantizer(Quantizer):
 
 
 class LevelsQuantizer(CodeQuantizer):
-    """The nearest of fixed levels, with a signed scale that maps a group's largest value by magnitude to the first one.
+    """Round to the nearest of fixed levels; a signed scale maps a group's value of largest magnitude to the first one.
 
     Per token and group, with m the value of largest magnitude (the first of them) and v the levels: d = m / v_0, code =
     the nearest v to x (1 / d) (of two, the higher). With `refit`, the stored scale is then the one of least squared

@@ -31,9 +31,9 @@ class Calibrated:
     Attributes:
         is_calibrated: there are tables to fit; False for a quantizer around a codec that has none.
         wants_gradients: `fit` weights by squared gradients of the loss (the diagonal of the Fisher information).
-        wants_moments: `fit` takes `moments`, the second moments that count for the side (`kvq.calibration.collect`).
-        wants_pairs: of the moments, `fit` reads the energies of RoPE pairs alone, so a stage that turns these may
-            precede the part; no other stage may precede one that takes moments.
+        wants_moments: `fit` takes the side's `moments` (`kvq.calibration.collect.LayerStates.moments`).
+        wants_pairs: of the moments, `fit` reads only the energy of each RoPE pair of channels, which RoPE keeps, so
+            RoPE stages may precede the part; no stage may precede any other part that takes moments.
         wants_joint: the tables are of all heads of a token, and fitted with those of all layers
             (`kvq.calibration.budget`, `SharingQuantizer`).
         learned: the tables are learned against the model's loss (`kvq.calibration`), not fitted to states.
@@ -50,7 +50,7 @@ class Calibrated:
     _cast: dict[tuple[str, torch.dtype, torch.device], Tensor]
 
     def fit(self, x: States, gradients: States | None, seed: int) -> Tables:
-        """Tables from the states of one layer and the gradients of the loss at them, in nats per unit."""
+        """Fit the tables to the states of one layer and the gradients of the loss at them, in nats per unit."""
         raise NotImplementedError(f"{type(self).__name__} is not fitted to states")
 
     def bind(self, tables: Mapping[str, Tensor] | None, heads: int, head_dim: int) -> Calibrated:
@@ -81,11 +81,11 @@ class Calibrated:
 
     @property
     def multiplications(self) -> int | None:
-        """Multiplications to decode one token of the layer, by matrices over all heads; None: no such matrices."""
+        """Scalar multiplications by matrices over all heads to decode a token of the layer; None: no such matrices."""
         return None
 
     def check(self, head_dim: int) -> None:
-        """Raise `Unsupported` for channels per head other than those of the calibration."""
+        """Raise `Unsupported` where `head_dim` is not that of the calibration."""
         if self._shape is not None and self._shape[1] != head_dim:
             raise Unsupported(f"head_dim={head_dim}: the calibration is of a model with head_dim={self._shape[1]}")
 
@@ -100,8 +100,8 @@ def bind_codec(codec: Codec, tables: Mapping[str, Tensor] | None, heads: int, he
     """A copy of the codec with its tables, named `<part>.<table>`; None: a copy that only checks shapes."""
     bound = {}
     for name, part in calibrated_parts(codec).items():
-        own = None if tables is None else without_prefix(tables, f"{name}.")
-        bound[name] = part.bind(own, heads, head_dim)
+        part_tables = None if tables is None else without_prefix(tables, f"{name}.")
+        bound[name] = part.bind(part_tables, heads, head_dim)
     stages = [(name, bound.get(name, stage)) for name, stage in codec.stages]
     return codec.with_stages(stages, bound.get(QUANTIZER))  # type: ignore[arg-type]
 
@@ -109,13 +109,13 @@ def bind_codec(codec: Codec, tables: Mapping[str, Tensor] | None, heads: int, he
 def fit_codec(
     codec: Codec, x: States, gradients: States | None, rope: Rope | None, seed: int, moments: Moments | None = None
 ) -> Tables:
-    """Tables of every calibrated part that is fitted to states, each on the output of the stages before it.
+    """Fit every calibrated part to the output of the stages before it; returns the tables as `<part>.<table>`.
 
     Args:
         x: keys or values of one layer as a cache gets them, of all calibration tokens.
         gradients: of the loss at `x`; needed where `wants_gradients`.
         rope: the rotations (RoPE) of the tokens.
-        moments: second moments that count for the side, of states as a cache gets them; needed where `wants_moments`.
+        moments: `LayerStates.moments` of the side (`kvq.calibration.collect`); needed where `wants_moments`.
 
     Only rotations of each head (`orthogonal`) or of whole tokens (`rotates_tokens`) may precede a fitted part, because
     statistics of a block and gradients cannot be carried through other stages; before a part that wants no gradients,
@@ -140,9 +140,9 @@ def fit_codec(
                 if moments is None or not all(part.wants_pairs and stage.uses_rope for stage in before):
                     raise ConfigError(f"stage '{name}': first in its codec, and fitted on a model's queries")
                 wanted = {"moments": moments}
-            found = part.fit(x, gradients if part.wants_gradients else None, seed, **wanted)
-            tables |= with_prefix(found, f"{name}.")
-            bound = part.bind(found, heads, head_dim)
+            fitted = part.fit(x, gradients if part.wants_gradients else None, seed, **wanted)
+            tables |= with_prefix(fitted, f"{name}.")
+            bound = part.bind(fitted, heads, head_dim)
             part = cast("Stage | Quantizer", bound)
         if isinstance(part, Stage) and left:
             weighted = any(calibrated_parts(codec)[later].wants_gradients for later in left)
@@ -155,7 +155,7 @@ def fit_codec(
 
 
 class JointTransform(Calibrated, Stage):
-    """`(x - mean) T` of all KV heads of a token; subclasses have T and its inverse, for components that are stored.
+    """Transforms all KV heads of a token to components `(x - mean) T`; subclasses define T and its inverse.
 
     Table: `mean` `[1, n]`, n the channels of all heads, head after head.
     """
@@ -165,41 +165,41 @@ class JointTransform(Calibrated, Stage):
 
     @abc.abstractmethod
     def _components(self, rows: Float[Tensor, "*lead tokens n"], like: Tensor) -> Float[Tensor, "*lead tokens m"]:
-        """The m components that are stored, of states `like` these, less their mean."""
+        """The m stored components of `rows`, states minus mean; `like`: a tensor of the states' shape and device."""
 
     @abc.abstractmethod
     def _states(self, components: Components, like: Tensor, some: slice) -> Float[Tensor, "*lead tokens channels"]:
-        """Channels `some`, of all heads in a row, of states `like` these less their mean; only the first m components,
-        those that are stored, are read."""
+        """Channels `some`, counted over all heads, of states minus mean, from the first m of `components`, the stored
+        ones; `like`: as in `_components`."""
 
     def forward(self, x: Float[Tensor, "*lead heads tokens dim"]) -> tuple[Tensor, Side]:
         flat = x.transpose(-3, -2).flatten(-2) - self.table("mean", x)
-        found = self._components(flat, x)
-        found = torch.nn.functional.pad(found, (0, flat.shape[-1] - found.shape[-1]))
-        return found.unflatten(-1, (x.shape[-3], -1)).transpose(-3, -2), {}
+        components = self._components(flat, x)
+        components = torch.nn.functional.pad(components, (0, flat.shape[-1] - components.shape[-1]))
+        return components.unflatten(-1, (x.shape[-3], -1)).transpose(-3, -2), {}
 
     def inverse(
         self, y: Float[Tensor, "*lead heads tokens dim"], side: Side, heads: slice | None = None
     ) -> Float[Tensor, "*lead _heads tokens dim"]:
-        """Components back to states, of some heads (None: all)."""
+        """The states that components `y` decode to, of a slice of the heads (None: all)."""
         first, end = (0, y.shape[-3]) if heads is None else (heads.start, heads.stop)
         some = slice(first * y.shape[-1], end * y.shape[-1])
-        found = self._states(y.transpose(-3, -2).flatten(-2), y, some) + self.table("mean", y)[:, some]
-        return found.unflatten(-1, (-1, y.shape[-1])).transpose(-3, -2).contiguous()
+        states = self._states(y.transpose(-3, -2).flatten(-2), y, some) + self.table("mean", y)[:, some]
+        return states.unflatten(-1, (-1, y.shape[-1])).transpose(-3, -2).contiguous()
 
 
 class SharingQuantizer(Calibrated, Quantizer):
-    """A quantizer with a rule of its own to fit the codecs of all layers at once, their stages included."""
+    """A quantizer whose class fits the codecs of all layers, stages included, in one call of `fit_layers`."""
 
     @classmethod
     @abc.abstractmethod
     def fit_layers(
         cls, codecs: Mapping[tuple[str, int], Codec], states: Mapping[int, Any], positions: Int[Tensor, " tokens"]
     ) -> Mapping[tuple[str, int], Tables]:
-        """Tables of codecs with such a quantizer, `<part>.<table>`, by side and layer.
+        """Fit codecs that end in this class; returns their tables, named `<part>.<table>`, by side and layer.
 
         Args:
-            codecs: by side and layer.
-            states: of each layer, as `kvq.calibration.collect.LayerStates`.
-            positions: of the states' tokens in their texts.
+            codecs: the codec of each side and layer.
+            states: `kvq.calibration.collect.LayerStates` by layer.
+            positions: position in its text of each token of the states.
         """

@@ -26,19 +26,19 @@ The byte of an outlier channel is its place among them, that of another channel 
 
 
 class TwoChannelGroups(TwoWaySplit):
-    """`high` encodes the outlier channels, of which a head has `count`, and `low` the others.
+    """`high` encodes the outlier channels, `count` per head, and `low` the others.
 
-    Subclasses whose outlier channels follow from the layer and the head dim say which they are (`_mask`).
+    Subclasses whose outlier channels do not depend on the block define `_mask`; others override encode and decode.
     """
 
     axis = -1
 
     def count(self, head_dim: int) -> int:
-        """Outlier channels of a head."""
+        """Number of outlier channels in a head of `head_dim` channels."""
         raise NotImplementedError
 
     def _mask(self, like: Shaped[Tensor, "*lead heads tokens dim"]) -> Tensor:
-        """1 for each outlier channel, `[..., heads, 1, dim]`."""
+        """1 for each outlier channel, else 0, `[..., heads, 1, dim]`, on the device of `like`."""
         raise NotImplementedError
 
     def check(self, head_dim: int) -> None:
@@ -60,7 +60,7 @@ class TwoChannelGroups(TwoWaySplit):
 
     @property
     def index_bits(self) -> dict[str, int]:
-        """Those of both groups, which have the tokens of the block."""
+        """Bits of a code by part, `high.<part>` and `low.<part>`; each group has a row of codes per token."""
         groups = self.codecs.items()
         return {f"{group}.{name}": bits for group, codec in groups for name, bits in codec.quantizer.index_bits.items()}
 
@@ -101,7 +101,7 @@ class ChannelSplit(TwoChannelGroups):
 
     @property
     def bits(self) -> float | int | None:
-        """Bits per code for the channels that are no outliers; None: their quantizer has none."""
+        """Bits per code of the channels that are no outliers; None: their quantizer has no attribute `bits`."""
         return getattr(self.low.quantizer, "bits", None)
 
     def count(self, head_dim: int) -> int:
@@ -129,7 +129,7 @@ class ChannelSplit(TwoChannelGroups):
 
 
 class CalibratedChannelSplit(Calibrated, TwoChannelGroups):
-    """As `ChannelSplit`, with the channels of largest variance on the calibration text, per layer and head.
+    """Two codecs: one for the channels of largest variance on a calibration text, per layer and head, one for the rest.
 
     The choice is a table of the calibration and takes no bits.
 

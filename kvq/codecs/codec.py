@@ -27,8 +27,8 @@ ELEMENTS_AT_ONCE = 2**24
 def isolated(gradients: bool = False) -> Iterator[None]:
     """A context (or decorator) in which torch computes as in a new process, without gradients.
 
-    Whatever autocast, inference mode, default dtype, default device or precision of matrix products is in force around
-    it; constants that are made meanwhile, and kept, are plain tensors. `gradients`: leave them on where they are.
+    It overrides the caller's autocast, inference mode, default dtype, default device and precision of matrix products,
+    so that constants cached inside are normal tensors. `gradients`: record gradients if the caller does.
     """
     probe = torch.empty(0)
     with ExitStack() as stack:
@@ -85,12 +85,12 @@ class Codec:
         self.quantizer = quantizer
 
     def with_stages(self, stages: Iterable[tuple[str, Stage]], quantizer: Quantizer | None = None) -> Codec:
-        """A codec of this kind with other stages, in their order, and its own quantizer unless another is given."""
+        """A codec of the same class with `stages`, in their order, and `quantizer` (None: this codec's)."""
         chain = list(stages)
         return type(self)(dict(chain), [name for name, _ in chain], quantizer or self.quantizer)
 
     def with_more_bits(self, extra: int, most: int) -> Codec:
-        """This codec with `extra` bits more, but not above `most`."""
+        """A copy whose quantizer has `extra` bits per code more, but at most `most`."""
         return self.with_stages(self.stages, self.quantizer.with_more_bits(extra, most))
 
     @property
@@ -114,7 +114,7 @@ class Codec:
 
     @isolated()
     def apply_stages(self, x: Blocks, rope: Rope | None = None) -> Blocks:
-        """One block after all stages, as the quantizer gets it, in the compute dtype."""
+        """Apply all stages to a block: the input of the quantizer, in the compute dtype."""
         y = x.detach().to(_compute_dtype(x.dtype))
         for _, stage in self.stages:
             y = stage.forward(y, **rope_argument(stage, rope))[0]
@@ -128,7 +128,7 @@ class Codec:
 
     @isolated()
     def encode(self, x: States, block: int | None = None, rope: Rope | None = None) -> Packed:
-        """Encode all tokens as one block, or as blocks of `block` tokens (a short tail is one) with own statistics.
+        """Encode all tokens as one block, or as blocks of `block` tokens (the last may be shorter), each by itself.
 
         `rope`: the rotations (RoPE) of the tokens, for a codec that undoes them.
         """
@@ -154,7 +154,7 @@ class Codec:
         return Packed(parts, runs, batch, heads, head_dim, x.dtype)
 
     def token_widths(self, heads: int, head_dim: int, like: Tensor) -> dict[str, int]:
-        """`Packed.token_widths` of what it stores of `[heads, tokens, head_dim]`."""
+        """`Packed.token_widths` of encoded states `[heads, tokens, head_dim]`, of the dtype and device of `like`."""
         unit = torch.zeros(1, heads, UNIT, head_dim, dtype=like.dtype, device=like.device)
         return self.encode(unit, UNIT).token_widths
 
@@ -166,7 +166,7 @@ class Codec:
 
     @isolated()
     def decode(self, packed: Packed, rope: Rope | None = None) -> States:
-        """The reconstruction that attention reads, from the stored tensors alone, in the dtype that was encoded."""
+        """The reconstruction that attention reads, from the stored tensors alone, in the dtype of the original."""
         self._check_rope(rope, packed.tokens)
         shape = (packed.batch, packed.heads, packed.tokens, packed.head_dim)
         out, first = next(iter(packed.parts.values())).new_empty(shape, dtype=packed.dtype), 0
@@ -188,8 +188,8 @@ class Codec:
     def encode_block(self, blocks: Blocks, rope: Rope | None = None, dtype: torch.dtype | None = None) -> Parts:
         """Stored parts of blocks, each `[heads, tokens, head_dim]`; rows (dim -2) run along a block's tokens.
 
-        `dtype`: of the states, for a codec inside of a quantizer, which has them in the compute dtype (None: that of
-        `blocks`).
+        `dtype`: dtype of the cache's states, for a codec inside a quantizer, where `blocks` are cast to the compute
+        dtype (None: the dtype of `blocks`).
         """
         y = blocks.to(_compute_dtype(blocks.dtype))
         sides = []
@@ -229,7 +229,7 @@ class Codec:
 
 
 class StoredWithKeys(Codec):
-    """Stands for values that the codec of the keys stores: it takes both of a token, values as further heads."""
+    """Placeholder for the values' codec where the keys' codec stores both, values as further heads; never encodes."""
 
     version: ClassVar[int] = 1
 
@@ -240,13 +240,14 @@ class StoredWithKeys(Codec):
         return self
 
     def encode_block(self, blocks: Blocks, rope: Rope | None = None, dtype: torch.dtype | None = None) -> Parts:
+        """Always raise `Unsupported`."""
         raise Unsupported("values are stored with the keys, by the codec of these")
 
 
 def check_nested(codec: Codec, outer: str, binds: bool = False) -> None:
     """Raise `Unsupported` for a codec that cannot work inside a quantizer (`outer`), which knows no token positions.
 
-    `binds`: the quantizer hands a calibration on to the codec's own parts.
+    `binds`: the quantizer binds calibrated tables to the codec's parts, so that these may be calibrated.
     """
     if codec.uses_rope:
         raise Unsupported(f"a {outer} has no token positions: put undo_rope and apply_rope around the {outer}")
@@ -259,7 +260,7 @@ def check_nested(codec: Codec, outer: str, binds: bool = False) -> None:
 
 
 def gain_factor(x: Tensor, x_hat: Tensor, gain: Gain) -> Float[Tensor, "*lead tokens 1"]:
-    """The factor per head and token that `gain` asks for; 1 where its denominator is zero (NSNQuant, section 3.3)."""
+    """The factor of kind `gain` (`Gain`) per head and token; 1 where its denominator is 0 (NSNQuant, section 3.3)."""
     if gain in ("unit", "norm"):
         top, bottom = (torch.linalg.vector_norm(t, dim=-1, keepdim=True) for t in (x, x_hat))
         top = torch.ones_like(top) if gain == "unit" else top

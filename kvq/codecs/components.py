@@ -1,7 +1,7 @@
-"""Quantizers of components with widths of their own: a token is one string of bits, without scales.
+"""Quantizers with a bit width for each component: a token's codes are one string of bits, without scales.
 
 Equal widths need no calibration, so any chain whose channels are close to normal can end in one of these quantizers.
-With widths of their own, components are those of a `FisherTransform`, and a calibration shares out the bits
+Different widths are for components of a `FisherTransform`; a calibration shares out the bits
 (`kvq.calibration.budget`).
 """
 
@@ -27,27 +27,28 @@ from kvq.errors import ConfigError, Unsupported, within
 
 _FARTHEST = 64.0  # deviations, beyond which components are cut: far behind the last level
 Widths = Literal["equal", "pooled", "own"]
-"""Who shares bits: `equal`: every component has the same; `pooled`: all components of all layers and sides of a
-model share a budget; `own`: those of one layer and side do.
+"""Bit width of a component: `equal`: the same for all; `pooled`: from one bit budget for all layers and sides of a
+model; `own`: from a budget for each layer and side.
 """
 Deviation = Literal["one", "unit_norm"]
-"""Of a channel: 1, or that of a token of norm 1 (1 / sqrt(head_dim)); for equal widths."""
+"""Standard deviation of a channel: 1, or 1 / sqrt(head_dim) for tokens of norm 1; for equal widths."""
 
 
 class ComponentQuantizer(Calibrated, Quantizer):
-    """Components of deviation 1, each with 0 to 8 bits, and a token's codes in one string of bits.
+    """Quantizes components of standard deviation 1 with 0 to 8 bits each; a token's codes are one string of bits.
 
     Args:
-        bits: of a component; with widths of their own any number from 0.5 to 8, the mean over those that share bits,
-            else a whole number.
+        bits: bits per component: a whole number for `equal` widths, else the mean over the components that share a
+            budget, 0.5 to 8.
         widths: see `Widths`. `equal`: each head of a token has a string; else the heads of a token share one.
         deviation: see `Deviation`.
-        unshrunk: decoded components are scaled by (1 - D)^(-1/2), D the mean squared error at their width: a centroid
-            is shorter than what it stands for.
+        unshrunk: decoded components are scaled by (1 - D)^(-1/2), D the mean squared error at their width, because
+            centroids have a smaller variance, 1 - D, than the values.
 
     Stores `string` (uint8 `[..., heads or 1, tokens, bytes]`): a token's bits, padded to a byte.
 
-    Tables: `widths` `[components]` in uint8, and `weights` `[components]` in fp32: what the noise of a component costs.
+    Tables: `widths` `[components]` in uint8, and `weights` λ `[components]` in fp32: noise of relative size d in a
+    component costs λ d / 2 nats per token.
     """
 
     token_group = 1
@@ -73,12 +74,12 @@ class ComponentQuantizer(Calibrated, Quantizer):
 
     @property
     def widest(self) -> int:
-        """Bits of a component at most."""
+        """The most bits that a component can have."""
         return WIDEST
 
     @property
     def is_calibrated(self) -> bool:  # type: ignore[override]
-        """Widths of their own are tables."""
+        """Whether the widths are tables of a calibration, not all equal."""
         return self.widths != "equal"
 
     @property
@@ -92,22 +93,22 @@ class ComponentQuantizer(Calibrated, Quantizer):
         return other
 
     def _layout(self, like: Tensor) -> Layout:
-        """The fields of a string: of a head of `dim` channels, or of all components."""
+        """The fields of a bit string: the channels of a head with equal widths, else the components of all heads."""
         dim = like.shape[-1]
         if dim not in self._layouts:
-            own = [int(self.bits)] * dim if self.widths == "equal" else self.table("widths", like).int().tolist()
-            self._layouts[dim] = Layout(tuple(own))
+            widths = [int(self.bits)] * dim if self.widths == "equal" else self.table("widths", like).int().tolist()
+            self._layouts[dim] = Layout(tuple(widths))
         return self._layouts[dim]
 
     def _scale(self, dim: int) -> float:
         return dim**-0.5 if self.deviation == "unit_norm" else 1.0
 
     def _rows(self, x: Tensor) -> Tensor:
-        """`[..., heads or 1, tokens, components of a string]`."""
+        """`x` with the components of one bit string along the last axis: `[..., heads or 1, tokens, components]`."""
         return x if self.widths == "equal" else x.transpose(-3, -2).flatten(-2).unsqueeze(-3)
 
     def encode(self, x: Float[Tensor, "*lead heads tokens dim"], dtype: torch.dtype) -> Parts:
-        """`string`."""
+        """`string`, the packed codes of each token (see the class)."""
         layout, rows = self._layout(x), self._rows(x / self._scale(x.shape[-1]))
         weights = x.new_ones(rows.shape[-1])
         if self.widths != "equal":
@@ -134,11 +135,11 @@ class ComponentQuantizer(Calibrated, Quantizer):
 
     @abc.abstractmethod
     def levels(self, strings: Strings, layout: Layout, dtype: torch.dtype) -> Rows:
-        """Unpack and dequantize bit strings."""
+        """Unpack and dequantize bit strings to components `[rows, components]`."""
 
 
 class ScalarQuantizer(ComponentQuantizer):
-    """Each component is rounded to the nearest of the 2^width levels of its width; see `ComponentQuantizer`.
+    """Rounds each component to the nearest of the 2^width Lloyd-Max levels of N(0, 1); see `ComponentQuantizer`.
 
     Args:
         bits, widths, deviation, unshrunk: as `ComponentQuantizer`.
@@ -159,8 +160,8 @@ class ScalarQuantizer(ComponentQuantizer):
         for width in sorted(set(layout.widths) - {0}):
             places = (widths == width).nonzero()[:, 0]
             levels = books[width - 1, : 2**width]
-            found = nearest_level(x.index_select(-1, places), (levels[1:] + levels[:-1]) / 2)
-            codes.index_copy_(-1, places, found.to(torch.uint8))
+            indices = nearest_level(x.index_select(-1, places), (levels[1:] + levels[:-1]) / 2)
+            codes.index_copy_(-1, places, indices.to(torch.uint8))
         return write(codes, layout)
 
     def levels(self, strings: Tensor, layout: Layout, dtype: torch.dtype) -> Tensor:
@@ -174,8 +175,8 @@ class TrellisQuantizer(ComponentQuantizer):
         bits, widths, deviation, unshrunk: as `ComponentQuantizer`; at most `memory` bits.
         memory: bits of a state, 6 to 12.
 
-    Source: `kvq.codecs.trellis`. That widths change from component to component, and the path goes by the weighted
-    error, is ours.
+    Source: `kvq.codecs.trellis`. Widths that change from component to component, and paths of least weighted error, are
+    ours.
     """
 
     version: ClassVar[int] = 1
@@ -231,8 +232,8 @@ def _books(dtype: torch.dtype, device: torch.device) -> Float[Tensor, "widths le
 @functools.cache
 def scalar_errors() -> tuple[float, ...]:
     """Mean squared error of the Lloyd-Max levels of N(0, 1) at 0 to 8 bits: 1 - Σ p c²."""
-    found = [1.0]
+    errors = [1.0]
     for width in range(1, WIDEST + 1):
         half = optimal_levels(width, math.inf)
-        found.append(float(1 - 2 * (cells(half, math.inf)[0] * half**2).sum()))
-    return tuple(found)
+        errors.append(float(1 - 2 * (cells(half, math.inf)[0] * half**2).sum()))
+    return tuple(errors)

@@ -58,7 +58,7 @@ class NonUniformQuantizer(Calibrated, Quantizer):
 
     @property
     def token_group(self) -> int | None:  # type: ignore[override]
-        """Tokens that are stored together."""
+        """Tokens whose outliers share a list; 1 without outliers."""
         return TOGETHER if self.outliers else 1
 
     @property
@@ -91,9 +91,9 @@ class NonUniformQuantizer(Calibrated, Quantizer):
         return tables | {"levels": levels.float(), "decoded": decoded.float()}
 
     def _online(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Center and reach `[..., 1, tokens, 1]` of each token over all heads, and its outliers.
+        """Center and half-width `[..., 1, tokens, 1]` of each token's range over all heads, and a mask of outliers.
 
-        The latter are a mask `[..., tokens, heads * dim]`, or None.
+        The mask is `[..., tokens, heads * dim]`; None: outliers are not stored (`outliers` is 0).
         """
         flat = _join_heads(x)
         if not self.outliers:
@@ -153,7 +153,7 @@ class NonUniformQuantizer(Calibrated, Quantizer):
 
 
 def _range(low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
-    """Center and half of the length of the range between two ends."""
+    """Center and half-width of the range from `low` to `high`."""
     return (high + low) / 2, (high - low) / 2
 
 
@@ -181,7 +181,7 @@ def quantiles(x: Float[Tensor, "*lead n"], share: float) -> tuple[Tensor, Tensor
 
 
 class TableRotation(Calibrated, Stage):
-    """Rotates by the table `rotation`: one matrix for all heads `[dim, dim]` or `[1, dim, dim]`, or one for each."""
+    """Rotates heads by the calibrated table `rotation`: `[dim, dim]` or `[1, dim, dim]` for all, or one for each."""
 
     orthogonal = True
     token_group = 1
@@ -207,8 +207,8 @@ class LearnedRotation(TableRotation):
 
     Args:
         steps: gradient steps, each on one sample.
-        rate: of the first step; it falls to 0 along a cosine.
-        start: where learning begins.
+        rate: learning rate of the first step; it falls to 0 along a cosine.
+        start: the matrix of the first step, see `RotationStart`.
         seed: of the random signs, one draw that all layers begin with (the released code draws for each layer); the
             method's own, never a data seed.
 
@@ -239,7 +239,7 @@ class LearnedRotation(TableRotation):
         return hadamard_matrix(head_dim).double() / head_dim**0.5
 
     def rate_at(self, step: int) -> float:
-        """The rate of a step, counted from 0."""
+        """The learning rate of a step, counted from 0."""
         return self.rate * (1 + math.cos(math.pi * step / self.steps)) / 2
 
 
@@ -296,7 +296,7 @@ class GroupedHadamard(Stage):
 
 
 class ChannelOrder(Calibrated, Stage):
-    """The channels of all KV heads in the ascending order of their sums over the calibration tokens.
+    """Sorts the channels of all KV heads in ascending order of their sums over the calibration tokens.
 
     Neighbours, which share a scale per token, are then alike in size and sign. Table: `order` `[heads * head_dim]`.
 

@@ -53,18 +53,18 @@ def fixed_point(centroids: Callable[[Array], Array], start: Array) -> Array:
     Raises:
         ArithmeticError: no convergence.
     """
-    found = optimize.root(lambda levels: centroids(levels) - levels, start, method="hybr", tol=1e-13)
-    # `found.success` is false where rounding keeps the solver from the last digits, so the residual decides.
-    if not np.abs(found.fun).max() < _RESIDUAL or not (np.diff(found.x) > 0).all():
+    solution = optimize.root(lambda levels: centroids(levels) - levels, start, method="hybr", tol=1e-13)
+    # `solution.success` is false where rounding keeps the solver from the last digits, so the residual decides.
+    if not np.abs(solution.fun).max() < _RESIDUAL or not (np.diff(solution.x) > 0).all():
         raise ArithmeticError(f"levels: no convergence for {len(start)} levels")
-    return found.x
+    return solution.x
 
 
 def levels_1d(values: Float[Tensor, " n"], weights: Float[Tensor, " n"], count: int, seed: int) -> Tensor:
-    """`count` ascending centroids in fp64 of all values; of fewer distinct values the last is repeated.
+    """`count` ascending centroids in fp64 by weighted k-means of scalars; with fewer distinct values the last repeats.
 
     More than `_BINS` values are first replaced by the weighted means of `_BINS` bins of equal width. This changes the
-    result only through bins that a border between two centroids divides.
+    result only where a border between two clusters lies inside a bin.
 
     Runs on one thread, because another order of summation would change the bytes of the tables.
     """
@@ -104,7 +104,7 @@ def nearest(points: Points, centroids: Centroids) -> Int[Tensor, "sets rows"]:
 
 
 def tiles(sets: int, rows: int, room: int, device: torch.device) -> Iterator[tuple[slice, slice]]:
-    """Sets and rows that are searched together: `room` rows, of whole sets or of a piece of one; more on a GPU."""
+    """Yield slices of sets and of rows, at most `room` rows in all: whole sets or part of one; more rows on a GPU."""
     room = room if device.type == "cpu" else 256 * room  # launches cost more than memory there
     tile = min(rows, room)
     together = max(1, room // tile)
@@ -155,11 +155,11 @@ def _kmeans_plus_plus(points: Points, weights: Weights, drawn: Float[Tensor, "se
         at = torch.searchsorted(reach, trials * reach[:, -1:]).clamp_max(rows - 1)
         tried = points.gather(1, at[..., None].expand(-1, -1, channels))
         scores = torch.cat([tried * -2, tried.square().sum(-1, keepdim=True), torch.ones_like(tried[..., :1])], -1)
-        found = torch.bmm(scores, columns).clamp_(min=0)
+        distances = torch.bmm(scores, columns).clamp_(min=0)
         if step:
-            found = torch.minimum(found, distance[:, None], out=found)
-        best = torch.bmm(found, weighted).argmin(1)
-        distance = found.gather(1, best[..., None].expand(-1, -1, rows))[:, 0]
+            distances = torch.minimum(distances, distance[:, None], out=distances)
+        best = torch.bmm(distances, weighted).argmin(1)
+        distance = distances.gather(1, best[..., None].expand(-1, -1, rows))[:, 0]
         chosen[:, step] = at.gather(1, best)[:, 0]
     return points.gather(1, chosen[..., None].expand(-1, -1, channels))
 
@@ -174,8 +174,8 @@ def _lloyd(points: Points, weights: Weights, centroids: Centroids, iterations: i
         sums = _sums((chosen + offset).flatten(), weighted.flatten(0, 1), sets * count).view(sets, count, -1)
         mass = sums[..., -1:]
         centroids = torch.where(mass > 0, sums[..., :-1] / mass.clamp_min(torch.finfo(mass.dtype).tiny), centroids)
-        found = centroids.gather(1, chosen[..., None].expand(-1, -1, channels))
-        error = ((points - found).square().sum(-1) * weights).sum(-1, dtype=torch.float64)
+        assigned = centroids.gather(1, chosen[..., None].expand(-1, -1, channels))
+        error = ((points - assigned).square().sum(-1) * weights).sum(-1, dtype=torch.float64)
         if bool((error >= before * (1 - _REACHED)).all()):
             break
         before = error
@@ -214,18 +214,18 @@ def dequantize_rows(codes: Tensor, steps: Tensor, half: Tensor) -> Tensor:
 
 
 def pack_rows(codes: Float[Tensor, "m n"], bits: Sequence[int]) -> UInt8[Tensor, " nbytes"]:
-    """Codes row after row, each row's in its own number of bits; rows without bits are not stored."""
+    """Pack codes, row after row, row i in `bits[i]` bits per code; rows of 0 bits are not stored."""
     fields = [
-        (row[:, None] >> np.arange(own - 1, -1, -1) & 1).ravel()
-        for row, own in zip(codes.numpy().astype(np.int64), bits, strict=True)
+        (row[:, None] >> np.arange(width - 1, -1, -1) & 1).ravel()
+        for row, width in zip(codes.numpy().astype(np.int64), bits, strict=True)
     ]
     return torch.from_numpy(np.packbits(np.concatenate(fields).astype(np.uint8)))
 
 
 def unpack_rows(packed: UInt8[Tensor, " nbytes"], bits: Sequence[int], columns: int) -> Float[Tensor, "m n"]:
-    """As `pack_rows` was given them, zeros where a row has no bits."""
+    """Inverse of `pack_rows`: the codes `[len(bits), columns]`, zeros where a row has 0 bits."""
     flat, out, start = np.unpackbits(packed.numpy()), np.zeros((len(bits), columns)), 0
-    for row, own in enumerate(bits):
-        field = flat[start : start + own * columns].reshape(columns, own)
-        out[row], start = field @ 2 ** np.arange(own - 1, -1, -1), start + own * columns
+    for row, width in enumerate(bits):
+        field = flat[start : start + width * columns].reshape(columns, width)
+        out[row], start = field @ 2 ** np.arange(width - 1, -1, -1), start + width * columns
     return torch.from_numpy(out)

@@ -106,8 +106,8 @@ class CodebookQuantizer(CodeQuantizer):
         make, arguments: `make(bits, channels, *arguments)` gives the levels, ascending.
 
     Stores `codes.<plane>`; expects tokens of norm 1 (`TokenNorm`) whose direction is random (a rotation). A coordinate
-    in the middle between two levels goes to the higher one, and so does one below it by a rounding error (`_TIE`), as
-    the order of a rotation's sum, which depends on how many tokens it rotates, must not decide a code.
+    midway between two levels, or below the middle by a rounding error (`_TIE`), gets the higher one: the order of a
+    rotation's sums, which depends on the number of tokens, then changes no code.
     """
 
     token_group = 1
@@ -120,7 +120,7 @@ class CodebookQuantizer(CodeQuantizer):
         self._make, self._arguments = make, arguments
 
     def _tables(self, dim: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Levels and thresholds, of the bits as they are now, which a copy may have raised."""
+        """Levels and thresholds for the current `bits`, which `with_more_bits` raises in copies."""
         return _tables(self._make, (self.bits, dim, *self._arguments), dtype, device)
 
     def check(self, head_dim: int) -> None:
@@ -174,10 +174,10 @@ class LloydMaxQuantizer(CodebookQuantizer):
 
 
 def levels_from(bits: int, dim: int, start: Start, steps: int = 0, seed: int = 5) -> Array:
-    """2^bits levels for a coordinate T of a uniform unit vector after `steps` of Lloyd's steps, ascending.
+    """2^bits ascending levels for a coordinate T of a uniform unit vector, after `steps` Lloyd iterations from `start`.
 
-    Even levels reach to the 99.9% quantile of |T|, which gives the printed errors (0.097 at 1 bit, D=64); k-means++
-    draws from 100,000 samples. All starts lead to `optimal_levels`, because the density has one optimum.
+    `even` levels end at the 99.9% quantile of |T|, which reproduces the paper's errors (0.097 at 1 bit, D=64);
+    k-means++ draws from 100,000 samples. All starts converge to `optimal_levels`, because the density has one optimum.
 
     Source: KVQuant++, section 2.2.1.
     """
@@ -203,10 +203,10 @@ def levels_from(bits: int, dim: int, start: Start, steps: int = 0, seed: int = 5
 
 
 class StartingCodebook(CodebookQuantizer):
-    """As `LloydMaxQuantizer`, with the levels that Lloyd's steps begin with, or those after few of them.
+    """Rounds each coordinate of a rotated unit vector to the nearest level of `levels_from`, few Lloyd iterations.
 
     Args:
-        bits, gain: as `LloydMaxQuantizer` has them.
+        bits, gain: as `LloydMaxQuantizer`.
         start, steps, seed: see `levels_from`.
 
     Source: KVQuant++, section 2.2.1.

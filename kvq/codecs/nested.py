@@ -76,10 +76,11 @@ class DeltaQuantizer(Quantizer):
 
     @property
     def variable_rows(self) -> bool:  # type: ignore[override]
-        """The number of anchors depends on the block."""
+        """Whether the number of anchors depends on the block: there is a threshold."""
         return self.anchor_threshold > 0
 
     def check(self, head_dim: int) -> None:
+        """Raise `Unsupported` where the codec cannot encode `head_dim` channels, or errors would grow along tokens."""
         self.codec.check(head_dim)
         error = self.relative_error(head_dim)
         if not error < 1:
@@ -96,7 +97,7 @@ class DeltaQuantizer(Quantizer):
         return float(rest.square().sum() / x.square().sum())
 
     def _anchors(self, tokens: int) -> list[bool]:
-        """Whether each token is an anchor, whatever the states are."""
+        """For each of a block's `tokens` positions, whether it is a regular anchor (the first, or `anchor_every`)."""
         return [token % (self.anchor_every or tokens) == 0 for token in range(tokens)]
 
     def encode(self, x: Float[Tensor, "*lead heads tokens dim"], dtype: torch.dtype) -> Parts:
@@ -161,7 +162,7 @@ def _masked_first(mask: Bool[Tensor, "*lead heads tokens 1"]) -> tuple[Tensor, T
 
 
 def _gather_masked(x: Tensor, tokens: list[int], mask: Tensor) -> Float[Tensor, "*lead 1 entries dim"]:
-    """The states of the mask's tokens, as many entries as the fullest block has; the ends of others are zero."""
+    """The states of masked tokens of all heads, a list per block, padded with zeros to the length of the longest."""
     order, count = _masked_first(mask)
     most = int(count.max())
     states = x[..., tokens, :].flatten(-3, -2)
@@ -171,7 +172,7 @@ def _gather_masked(x: Tensor, tokens: list[int], mask: Tensor) -> Float[Tensor, 
 
 
 def _scatter_masked(entries: Tensor, mask: Tensor) -> Float[Tensor, "*lead heads tokens dim"]:
-    """Inverse of `_gather_masked`; zero at the other tokens."""
+    """Inverse of `_gather_masked`: entries at the masked tokens, zeros at the others."""
     order, _ = _masked_first(mask)
     most, dim = entries.shape[-2:]
     flat = entries.new_zeros(*order.shape, dim)
@@ -211,11 +212,11 @@ class LowRankCorrection(Calibrated, Quantizer):
         below: float | int | None = None,
     ) -> None:
         check_nested(base, "low-rank correction", binds=True)
-        own = calibrated_parts(base)
-        if any(part.learned for part in own.values()):
+        inner = calibrated_parts(base)
+        if any(part.learned for part in inner.values()):
             raise Unsupported("a low-rank correction takes no learned part inside of it, where no training finds it")
-        self.is_calibrated, self.wants_gradients = bool(own), any(part.wants_gradients for part in own.values())
-        self.wants_moments = any(part.wants_moments for part in own.values())
+        self.is_calibrated, self.wants_gradients = bool(inner), any(part.wants_gradients for part in inner.values())
+        self.wants_moments = any(part.wants_moments for part in inner.values())
         at_least("rank", rank, 1)
         at_least("oversample", oversample, 0)
         at_least("iterations", iterations, 0)
@@ -256,11 +257,11 @@ class LowRankCorrection(Calibrated, Quantizer):
         return randomized_svd(rest, rank, self.oversample, self.iterations, self.seed)
 
     def encode(self, x: Float[Tensor, "*lead heads tokens dim"], dtype: torch.dtype) -> Parts:
-        found = self.base.encode_block(x, dtype=dtype)
+        parts = self.base.encode_block(x, dtype=dtype)
         if not self.corrects:
-            return with_prefix(found, _PREFIX)
-        rest = x - self.base.decode_block(found, x.shape, x.dtype)
-        return with_prefix(found, _PREFIX) | stored_factors(self._factors(rest.flatten(0, -3)), x.shape)
+            return with_prefix(parts, _PREFIX)
+        rest = x - self.base.decode_block(parts, x.shape, x.dtype)
+        return with_prefix(parts, _PREFIX) | stored_factors(self._factors(rest.flatten(0, -3)), x.shape)
 
     def decode(self, parts: Parts, shape: Size, dtype: torch.dtype) -> Float[Tensor, "*lead heads tokens dim"]:
         out = self.base.decode_block(without_prefix(parts, _PREFIX), shape, dtype)
@@ -274,21 +275,21 @@ def stored_factors(factors: Factors, shape: Size) -> Parts:
 
 
 def product(parts: Parts, shape: Size, dtype: torch.dtype) -> Float[Tensor, "*lead heads tokens dim"]:
-    """The approximation that `stored_factors` holds."""
+    """The low-rank matrix U V of each block, from the parts of `stored_factors`."""
     left = parts["left"].to(dtype).reshape(shape[:-2].numel(), shape[-2], -1)
     right = parts["right"].to(dtype).reshape(left.shape[0], -1, shape[-1])
     return torch.bmm(left, right).view(shape)
 
 
 def exact_svd(x: Blocks, rank: int) -> Factors:
-    """U_r Σ_r and V_rᵀ of the decomposition of each block."""
+    """U_r Σ_r and V_rᵀ of the singular value decomposition of each block."""
     # Each in memory of its own, as where a block lies may decide the last bits.
-    found = [torch.linalg.svd(block.clone(), full_matrices=False) for block in x]
-    return torch.stack([u[:, :rank] * s[:rank] for u, s, _ in found]), torch.stack([vh[:rank] for _, _, vh in found])
+    svds = [torch.linalg.svd(block.clone(), full_matrices=False) for block in x]
+    return torch.stack([u[:, :rank] * s[:rank] for u, s, _ in svds]), torch.stack([vh[:rank] for _, _, vh in svds])
 
 
 def randomized_svd(x: Blocks, rank: int, oversample: int, iterations: int, seed: int) -> Factors:
-    """As `exact_svd`, by `torch.svd_lowrank`, block by block from the same seed, so that a block's bits are its own.
+    """Approximate U_r Σ_r and V_rᵀ of each block, by `torch.svd_lowrank` from the same seed for every block.
 
     `torch.svd_lowrank` draws from the global generator, whose state is restored.
     """

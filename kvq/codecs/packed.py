@@ -151,16 +151,16 @@ class Packed:
 
     def whole_block_tokens(self, tokens: int) -> int:
         """The largest number of tokens, at most `tokens`, that the first blocks make up exactly."""
-        found = 0
+        total = 0
         for run in self.runs:
-            count = min(run.count, (tokens - found) // run.tokens)
-            found += count * run.tokens
+            count = min(run.count, (tokens - total) // run.tokens)
+            total += count * run.tokens
             if count < run.count:
                 break
-        return found
+        return total
 
     def without_first(self, tokens: int) -> Packed:
-        """Views of all blocks after the first `tokens` tokens, which end a block; not for lists of varying length."""
+        """Views of the blocks after the first `tokens` tokens, an end of a block; not for lists of varying length."""
         runs: list[BlockRun] = []
         start, gone = dict.fromkeys(self.parts, 0), tokens
         for run in self.runs:
@@ -245,7 +245,7 @@ class Growable:
         return Growable, (self.view,)
 
     def fork(self) -> Growable:
-        """A second handle on the same rows; rows added later belong to one handle."""
+        """A second handle on the rows written so far, not a copy; neither handle sees what the other appends later."""
         other = Growable.__new__(Growable)
         other._shared, other.rows = self._shared, self.rows
         return other
@@ -256,7 +256,7 @@ class Growable:
 
 
 def append_rows(held: Growable | None, more: Tensor) -> Growable:
-    """Append rows to a tensor that grows, or begin one (None)."""
+    """Append rows to `held` and return it; None: return a new `Growable` of these rows."""
     if held is None:
         return Growable(more)
     held.append(more)
@@ -290,6 +290,7 @@ class PackedStore:
         return other
 
     def select(self, index: Tensor) -> PackedStore:
+        """A copy that holds the batch entries `index` (beam search, repeats)."""
         return PackedStore(self.packed.select(index))
 
 

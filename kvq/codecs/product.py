@@ -43,7 +43,7 @@ class GroupedIndices(Quantizer):
             raise Unsupported(f"head_dim={head_dim}: {self.channels} channels are coupled at a time")
 
     def grouped(self, x: Tensor) -> Float[Tensor, "*lead heads groups tokens channels"]:
-        """The groups of channels of `[..., heads, tokens, dim]`."""
+        """Split the channels of `[..., heads, tokens, dim]` into groups of `channels`."""
         return x.unflatten(-1, (-1, self.channels)).transpose(-3, -2)
 
     def indices_of(self, x: Float[Tensor, "*lead heads tokens dim"], centroids: Centroids) -> Codes:
@@ -59,8 +59,8 @@ class GroupedIndices(Quantizer):
         """The centroids of indices."""
         heads, groups, count, _ = centroids.shape
         sets = torch.arange(heads * groups, device=codes.device).view(heads, 1, -1)
-        found = centroids.flatten(0, 2).index_select(0, (codes.long() + sets * count).flatten())
-        return found.view(*codes.shape[:-1], -1)
+        values = centroids.flatten(0, 2).index_select(0, (codes.long() + sets * count).flatten())
+        return values.view(*codes.shape[:-1], -1)
 
 
 class CoupledQuantizer(Calibrated, GroupedIndices):
@@ -107,17 +107,17 @@ class CoupledQuantizer(Calibrated, GroupedIndices):
         points = self.grouped(x.float()).flatten(0, 1).contiguous()
         weights = torch.ones_like(points) if gradients is None else self.grouped(gradients.float()).flatten(0, 1)
         mass = weights.square().sum(-1)
-        found = codebooks(points, mass, 2**self.code_bits, self.iterations, seed)
-        found = found.unflatten(0, (x.shape[0], -1))
+        centroids = codebooks(points, mass, 2**self.code_bits, self.iterations, seed)
+        centroids = centroids.unflatten(0, (x.shape[0], -1))
         if self.centroids == "float16":
-            return {"centroids": to_stored(found, torch.float16)}
-        largest = found.abs().amax((-2, -1), keepdim=True).clamp_min(1e-12)
+            return {"centroids": to_stored(centroids, torch.float16)}
+        largest = centroids.abs().amax((-2, -1), keepdim=True).clamp_min(1e-12)
         scale = largest / torch.finfo(torch.float8_e5m2).max
-        return {"centroids": (found / scale).to(torch.float8_e5m2), "scale": scale}
+        return {"centroids": (centroids / scale).to(torch.float8_e5m2), "scale": scale}
 
     def _centroids(self, like: Tensor) -> Tensor:
-        found = self.table("centroids", like)
-        return found if self.centroids == "float16" else found * self.table("scale", like)
+        table = self.table("centroids", like)
+        return table if self.centroids == "float16" else table * self.table("scale", like)
 
     def encode(self, x: Float[Tensor, "*lead heads tokens dim"], dtype: torch.dtype) -> Parts:
         return pack_parts(self.indices_of(x, self._centroids(x)), self.code_bits)
@@ -158,16 +158,16 @@ class ProductQuantizer(GroupedIndices):
         self._book: Float[Tensor, "batch groups count channels"] | None = None
 
     def fit(self, x: Float[Tensor, "batch heads tokens dim"]) -> Float[Tensor, "batch 1 entries channels"]:
-        """Codebooks of each sequence in fp16, group after group; those of a sequence do not depend on the others."""
-        found = []
+        """Fit codebooks to each sequence of the batch alone; returns their centroids in fp16, group after group."""
+        books = []
         for sequence in x:
             points = self.grouped(sequence.float()).transpose(0, 1).flatten(1, 2)
             count = points.shape[1]
             kept = torch.arange(min(count, self.rows), device=x.device) * count // min(count, self.rows)
             points = points[:, kept].contiguous()
             weights = torch.ones_like(points[..., 0])
-            found.append(codebooks(points, weights, 2**self.code_bits, self.iterations, self.seed).flatten(0, 1)[None])
-        return to_stored(torch.stack(found), torch.float16)
+            books.append(codebooks(points, weights, 2**self.code_bits, self.iterations, self.seed).flatten(0, 1)[None])
+        return to_stored(torch.stack(books), torch.float16)
 
     def _centroids(self, heads: int, dtype: torch.dtype) -> list[Centroids]:
         """Centroids of each sequence, broadcast to all heads."""
@@ -177,20 +177,20 @@ class ProductQuantizer(GroupedIndices):
 
     def encode(self, x: Float[Tensor, "batch blocks heads tokens dim"], dtype: torch.dtype) -> Parts:
         books = self._centroids(x.shape[-3], x.dtype)
-        codes = torch.stack([self.indices_of(own, book) for own, book in zip(x, books, strict=True)])
+        codes = torch.stack([self.indices_of(sequence, book) for sequence, book in zip(x, books, strict=True)])
         return pack_parts(codes, self.code_bits)
 
     def decode(self, parts: Parts, shape: Size, dtype: torch.dtype) -> Float[Tensor, "batch blocks heads tokens dim"]:
         codes, books = unpack_parts(parts, self.code_bits, shape[-2]), self._centroids(shape[-3], dtype)
-        return torch.stack([self.centroids_of(own, book) for own, book in zip(codes, books, strict=True)])
+        return torch.stack([self.centroids_of(sequence, book) for sequence, book in zip(codes, books, strict=True)])
 
 
 class PrefillCodec(Codec):
     """A codec around a `ProductQuantizer`, whose codebooks are fitted to the tokens that are encoded first.
 
     They are stored with the first blocks as `codebook` (fp16 `[batch, 1, entries, channels]`) and count in the bits of
-    the sequence; `for_later_tokens` encodes later tokens by them. First are all tokens of a prompt that leave full
-    precision together, or the first block where tokens come one by one.
+    the sequence; `for_later_tokens` encodes later tokens by them. The first are all tokens of a prompt that leave full
+    precision together; where tokens come one by one, those of the first block.
 
     Source: KVQuant++, section 3.5.
     """
@@ -216,21 +216,21 @@ class PrefillCodec(Codec):
         """None: the first block has the codebooks."""
         return None
 
-    def _by(self, book: Float[Tensor, "batch 1 entries channels"]) -> Codec:
-        """A codec that encodes and decodes by the codebooks of `ProductQuantizer.fit`."""
+    def _with_codebook(self, book: Float[Tensor, "batch 1 entries channels"]) -> Codec:
+        """A plain `Codec` that encodes and decodes with `book`, the codebooks of `ProductQuantizer.fit`."""
         quantizer = copy.copy(self._product)
         quantizer._book = book[:, 0].unflatten(1, (-1, 2**quantizer.code_bits))
         return Codec(dict(self.stages), [name for name, _ in self.stages], quantizer)
 
     def for_later_tokens(self, stored: Packed | None) -> Codec:
-        return self if stored is None else self._by(stored.parts[_BOOK])
+        return self if stored is None else self._with_codebook(stored.parts[_BOOK])
 
     def encode(self, x: BatchStates, block: int | None = None, rope: Rope | None = None) -> Packed:
         self._check_rope(rope, x.shape[2])
         book = self._product.fit(self.apply_stages(x, rope))
-        packed = self._by(book).encode(x, block, rope)
+        packed = self._with_codebook(book).encode(x, block, rope)
         return replace(packed, parts=packed.parts | {_BOOK: book})
 
     def decode(self, packed: Packed, rope: Rope | None = None) -> BatchStates:
         parts = {name: part for name, part in packed.parts.items() if name != _BOOK}
-        return self._by(packed.parts[_BOOK]).decode(replace(packed, parts=parts), rope)
+        return self._with_codebook(packed.parts[_BOOK]).decode(replace(packed, parts=parts), rope)

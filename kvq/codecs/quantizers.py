@@ -50,7 +50,7 @@ def without_prefix(parts: Mapping[str, Tensor], prefix: str) -> Parts:
 
 
 def with_prefix(parts: Mapping[str, Tensor], prefix: str) -> Parts:
-    """The same parts with `prefix` before their names."""
+    """The parts (or tables) with `prefix` before their names."""
     return {f"{prefix}{name}": part for name, part in parts.items()}
 
 
@@ -60,8 +60,8 @@ class Quantizer(abc.ABC):
     Attributes:
         token_group: tokens that share statistics; 1: each token on its own, None: the whole block.
         variable_rows: the number of rows of some part depends on the block, so that blocks are stored one by one.
-        attended_as: what attention on packed codes decodes pieces of: `states` of a head, or `components` that a
-            `JointTransform` made of all heads, with a row of each part for a token; None: it cannot.
+        attended_as: what attention on packed codes decodes, some tokens at a time: `states` of a head, or `components`
+            of a `JointTransform`, with one row of each part per token; None: it cannot decode this quantizer's codes.
     """
 
     gain: Gain = "none"
@@ -75,7 +75,7 @@ class Quantizer(abc.ABC):
         return {}
 
     def with_more_bits(self, extra: int, most: int) -> Quantizer:
-        """This quantizer with `extra` bits more, but not above `most`, in each codec that it holds."""
+        """A copy with `extra` bits per code more, but at most `most`, also in each codec that it contains."""
         inner = {name: part for name, part in vars(self).items() if hasattr(part, "with_more_bits")}
         if not inner:
             raise Unsupported(
@@ -90,7 +90,7 @@ class Quantizer(abc.ABC):
 
     @abc.abstractmethod
     def encode(self, x: Tensor, dtype: torch.dtype) -> Parts:
-        """Stored parts of `x` (in the compute dtype); `dtype` is that of the tensor the codec was given."""
+        """Stored parts of `x`, which is in the compute dtype; `dtype` is that of the states before the first stage."""
 
     @abc.abstractmethod
     def decode(self, parts: Parts, shape: torch.Size, dtype: torch.dtype) -> Tensor:

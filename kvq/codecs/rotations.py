@@ -100,8 +100,8 @@ def per_block(x: Tokens, matrix: Float[Tensor, "dim columns"]) -> Float[Tensor, 
     flat, tokens = x.reshape(-1, *x.shape[-2:]), x.shape[-2]
     if tokens < _FEWEST_ROWS:
         flat = torch.nn.functional.pad(flat, (0, 0, 0, _FEWEST_ROWS - tokens))
-    found = torch.bmm(flat, matrix.expand(flat.shape[0], -1, -1))[:, :tokens]
-    return found.reshape(*x.shape[:-1], matrix.shape[1])
+    products = torch.bmm(flat, matrix.expand(flat.shape[0], -1, -1))[:, :tokens]
+    return products.reshape(*x.shape[:-1], matrix.shape[1])
 
 
 def per_head(
@@ -238,7 +238,7 @@ def rotation(dim: int, seed: int, dtype: torch.dtype, device: torch.device) -> F
 
 
 def fix_signs(vectors: Float[Tensor, "*lead n count"]) -> Float[Tensor, "*lead n count"]:
-    """Columns with their entry of largest magnitude positive; of equal ones, the first."""
+    """Flip signs of columns so that the entry of largest magnitude, the first of equal ones, is positive."""
     size = vectors.abs()
     first = (size >= _NEAR * size.amax(-2, keepdim=True)).byte().argmax(-2, keepdim=True)
     return vectors * vectors.gather(-2, first).sign()
@@ -247,8 +247,8 @@ def fix_signs(vectors: Float[Tensor, "*lead n count"]) -> Float[Tensor, "*lead n
 def eigenvectors(matrix: Float[Tensor, "*lead n n"]) -> tuple[Float[Tensor, "*lead n"], Float[Tensor, "*lead n n"]]:
     """Eigenvalues of symmetric matrices, ascending, and the eigenvectors as columns, with signs by `fix_signs`.
 
-    Eigenvalues that rounding does not tell apart, n ε times the largest, share a space. Its basis is what Gram-Schmidt
-    with pivots makes of the unit vectors' projections to it, so a diagonal matrix has unit vectors.
+    Eigenvalues closer than rounding, n ε times the largest, count as equal. The basis of their common eigenspace is
+    pivoted Gram-Schmidt on the unit vectors projected to it, so that a diagonal matrix has unit vectors.
     """
     if matrix.ndim > 2:
         values, vectors = zip(*map(eigenvectors, matrix), strict=True)

@@ -1,4 +1,4 @@
-"""The transform of all heads of a token into components whose noise costs add up, and the moments it is made of."""
+"""Transform of all heads of a token into components whose losses by quantization add up, computed from moments."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class JointMoments:
 
 
 def ledoit_wolf(second: Square, fourth: float, tokens: int) -> float:
-    """The share of a matrix of second moments that is replaced by its mean diagonal, which minimizes squared error.
+    """The shrinkage of a matrix of second moments towards its mean diagonal that minimizes the squared error, 0 to 1.
 
     min(1, E |x xᵀ - S|² / (tokens |S - μ I|²)), μ the mean of the diagonal. Exact for independent tokens; those of a
     text are correlated, S is then less certain than so many tokens make it, and the share is an underestimate.
@@ -74,10 +74,10 @@ def _shrink(second: Square, fourth: float | None, tokens: int) -> Square:
 
 
 def metric_basis(covariance: Square, metric: Square) -> tuple[Float[Tensor, " n"], Square, Square]:
-    """Eigenvalues λ of M^(1/2) S M^(1/2), descending, and the matrices to its components, of deviation 1, and back.
+    """Eigenvalues λ of M^(1/2) S M^(1/2), descending; matrices from states to components of variance 1, and back.
 
-    M: what noise costs, S: the covariance of the states. Components that never vary, within rounding, have λ = 0 and
-    decode to 0.
+    M: `metric`, noise e costs eᵀ M e / 2; S: the covariance of the states. Components that never vary, within rounding,
+    have λ = 0 and decode to 0.
     """
     size, axes = torch.linalg.eigh((metric + metric.mT) / 2)
     size = size.clamp_min(max(_LEAST * float(size.max()), _NOTHING))
@@ -94,7 +94,7 @@ def metric_basis(covariance: Square, metric: Square) -> tuple[Float[Tensor, " n"
 def best_encoder(
     rows: Float[Tensor, "m n"], metric: Square, covariance: Square
 ) -> tuple[Float[Tensor, "n m"], Float[Tensor, " m"], Float[Tensor, " m"]]:
-    """The encoder that loses least with rows B as decoder, deviations of its components, and their costs λ.
+    """The encoder of least loss for a decoder B (`rows`), standard deviations of its components, and their λ.
 
     A = M Bᵀ (B M Bᵀ)^-1 projects in the metric M: an error of the rows costs nothing but what lies outside of them.
     """
@@ -120,18 +120,18 @@ class FisherTransform(JointTransform):
         metric: see `Metric`.
         heads_together: neighbouring KV heads that are transformed together (None: all of a layer, 1: each apart). The
             heads that are left over, where their number is no multiple of it, are a smaller last group.
-        ridge: added to the diagonal of F, as a share of its mean; `ledoit_wolf`: F is shrunk towards the mean of its
-            diagonal by what `ledoit_wolf` says, all heads together, and nothing is added.
+        ridge: added to the diagonal of F, as a share of its mean; `ledoit_wolf`: instead, F of all heads is shrunk
+            towards the mean of its diagonal by the share that the function `ledoit_wolf` returns.
         mixing: share of the covariance that is replaced by its diagonal (0: none), for small calibrations;
-            `ledoit_wolf`: by the mean of its diagonal, the share as `ledoit_wolf` says, all heads together.
+            `ledoit_wolf`: by the mean of its diagonal, with the share that the function returns for all heads.
         left_out: first tokens of each calibration text that do not count, because they stay in full precision.
         tables: dtype in which matrices are kept: float32, float16, or of the inverse int2 to int8 or width+0 to
             width+8, with a step for each row.
         with_values: the heads are keys and, behind them, the values of the same heads, and a group of `heads_together`
             heads has both of them.
         folded: the forward matrices are part of the model's weights, which make components of hidden states: they take
-            the place of W_K and W_V and have their size. Kept here all the same, for the cache is given states, but not
-            counted as tables.
+            the place of W_K and W_V and have their size. They are kept here too, as the cache receives states, but are
+            not counted as tables.
 
     Tables: `mean` `[1, n]`; `forward` `[groups, channels, m]` (`folded_forward` where they are) and `inverse` `[groups,
     m, channels]` of the groups of equal size, m the components of the one that uses most; `last_forward` and
@@ -171,23 +171,23 @@ class FisherTransform(JointTransform):
 
     def fit_joint(self, moments: JointMoments) -> Tables:
         """The tables with all components, and `spectrum` `[1, n]`: λ."""
-        found = [metric_basis(covariance, fisher) for covariance, fisher in self._blocks(moments)]
-        spectra, forward, inverse = zip(*found, strict=True)
+        bases = [metric_basis(covariance, fisher) for covariance, fisher in self._blocks(moments)]
+        spectra, forward, inverse = zip(*bases, strict=True)
         tables = {"mean": moments.mean.float()[None]}
         return self._assemble(tables, spectra, {"forward": forward, "inverse": inverse})
 
     def round_tables(self, tables: Tables, moments: JointMoments, widths: UInt8[Tensor, " n"]) -> Tables:
-        """The tables of `fit_joint` as stored: rows of the inverse with bits rounded, the encoder refitted."""
-        own = torch.zeros(len(widths), dtype=torch.long)
-        own[tables["order"][0].long()] = widths.long()
+        """Quantize the inverse in tables of `fit_joint`, without rows of `widths` 0, and refit the encoder to it."""
+        by_component = torch.zeros(len(widths), dtype=torch.long)
+        by_component[tables["order"][0].long()] = widths.long()
         made: dict[str, list[Tensor]] = {"forward": [], "inverse": [], "steps": [], "row_bits": []}
         spectra, start = [], 0
         for (covariance, fisher), rows in zip(self._blocks(moments), self._rows(tables, "inverse"), strict=True):
             size = len(fisher)
-            width, start = own[start : start + size], start + size
+            width, start = by_component[start : start + size], start + size
             kept = width > 0 if bool(width.any()) else torch.arange(size) < 1
-            given = int(re.sub(r"\D", "", self.tables_as))
-            bits = torch.full_like(width[kept], given) if self.tables_as.startswith("int") else width[kept] + given
+            number = int(re.sub(r"\D", "", self.tables_as))
+            bits = torch.full_like(width[kept], number) if self.tables_as.startswith("int") else width[kept] + number
             half, exact = 2.0 ** (bits[:, None] - 1), rows.double()[:size][kept]
             steps = best_row_steps(exact, bits)
             forward, sizes, costs = best_encoder(
@@ -195,18 +195,18 @@ class FisherTransform(JointTransform):
             )
             at = costs.argsort(descending=True)
             steps, half, exact = steps[at], half[at], exact[at]
-            found = dequantize_rows(quantize_rows(exact, steps, half), steps, half) * sizes[at, None]
+            rounded = dequantize_rows(quantize_rows(exact, steps, half), steps, half) * sizes[at, None]
             more = (0, size - len(at))
             spectra.append(torch.nn.functional.pad(costs[at], more))
-            parts = (forward[:, at] / sizes[at]).mT, found, steps * sizes[at, None], bits[at, None]
+            parts = (forward[:, at] / sizes[at]).mT, rounded, steps * sizes[at, None], bits[at, None]
             for name, part in zip(made, parts, strict=True):
                 made[name].append(torch.nn.functional.pad(part, (0, 0, *more)))
         made["forward"] = [part.mT for part in made["forward"]]
         return self._assemble({"mean": tables["mean"]}, spectra, made)
 
     def _assemble(self, tables: Tables, spectra: Sequence[Tensor], made: Mapping[str, Sequence[Tensor]]) -> Tables:
-        """The tables, with parts of each group stacked, those of a smaller last group apart, and the order of all λ."""
-        alike = sum(len(own) == len(spectra[0]) for own in spectra)
+        """Add to `tables` the groups' matrices, stacked (a smaller last group apart), the components' order, and λ."""
+        alike = sum(len(one) == len(spectra[0]) for one in spectra)
         for name, parts in made.items():
             for prefix, some in (("", parts[:alike]), ("last_", parts[alike:])):
                 if some:
@@ -243,16 +243,16 @@ class FisherTransform(JointTransform):
         return kept if shrunk else kept + float(self.ridge) * mean
 
     def trim_tables(self, tables: Tables, used: int) -> Tables:
-        """The tables of the first `used` components, at least one, as they are stored."""
+        """Cut tables to the first `used` components, at least one, and pack integer rows: the stored tables."""
         order = tables["order"][0, : max(used, 1)].long()
         kept, out = torch.empty_like(order), dict(tables)
         before = after = 0
         for prefix in _prefixes(tables):
             groups, channels, _ = tables[f"{prefix}forward"].shape
-            own = (order >= before) & (order < before + groups * channels)
-            inside = order[own] - before
+            of_prefix = (order >= before) & (order < before + groups * channels)
+            inside = order[of_prefix] - before
             most = max((inside % channels + 1).tolist(), default=1)
-            kept[own] = inside // channels * most + inside % channels + after
+            kept[of_prefix] = inside // channels * most + inside % channels + after
             used_rows = torch.zeros(groups, most, dtype=torch.bool)
             used_rows[inside // channels, inside % channels] = True
             for name, along in (("forward", 2), ("inverse", 1), ("steps", 1), ("row_bits", 1)):
@@ -271,30 +271,30 @@ class FisherTransform(JointTransform):
 
     @property
     def multiplications(self) -> int:
-        return sum(own.numel() for own in self._rows(self.tables, "inverse"))
+        return sum(matrix.numel() for matrix in self._rows(self.tables, "inverse"))
 
     def _rows(self, tables: Mapping[str, Tensor], name: str) -> list[Float[Tensor, "rows columns"]]:
-        """Matrices of all groups, the first heads' first."""
-        found = []
+        """The matrix `name`, `forward` or `inverse`, of each group, in the order of heads; codes are dequantized."""
+        matrices = []
         for prefix in _prefixes(tables):
-            own = tables.get(f"{prefix}{name}", tables.get(f"{FOLDED}{prefix}{name}"))
-            if own is None:  # the inverse, from integer codes and steps
+            table = tables.get(f"{prefix}{name}", tables.get(f"{FOLDED}{prefix}{name}"))
+            if table is None:  # the inverse, from integer codes and steps
                 bits, steps = tables[f"{prefix}row_bits"].cpu()[..., None], tables[f"{prefix}steps"].cpu()
                 forward = f"{prefix}forward" if f"{prefix}forward" in tables else f"{FOLDED}{prefix}forward"
                 columns = tables[forward].shape[1]
                 codes = unpack_rows(tables[f"{prefix}codes"].cpu(), bits.flatten().tolist(), columns)
                 codes = codes.unflatten(0, (len(bits), -1))
-                own = (dequantize_rows(codes, steps.double(), 2.0 ** (bits.double() - 1)) * (bits > 0)).float()
-            found += [*own]
-        return found
+                table = (dequantize_rows(codes, steps.double(), 2.0 ** (bits.double() - 1)) * (bits > 0)).float()
+            matrices += [*table]
+        return matrices
 
     def _matrices(self, name: str, like: Tensor) -> list[Float[Tensor, "rows columns"]]:
-        """As `_rows`, in the dtype and on the device of `like`."""
+        """The matrices of `_rows`, in the dtype and on the device of `like`; cached."""
         self.table("mean", like)  # whose shape is checked
         key = (name, like.dtype, like.device)
         if key not in self._cast:
-            found = [own.to(like.device, like.dtype) for own in self._rows(self.tables, name)]
-            self._cast[key] = found  # type: ignore[assignment]
+            matrices = [matrix.to(like.device, like.dtype) for matrix in self._rows(self.tables, name)]
+            self._cast[key] = matrices  # type: ignore[assignment]
         return self._cast[key]  # type: ignore[return-value]
 
     def _channel_order(self, n: int, heads: int) -> Int[Tensor, " n"]:
@@ -306,9 +306,9 @@ class FisherTransform(JointTransform):
         order, matrices = self.table("order", like)[0].long(), self._matrices("forward", like)
         if self.with_values:
             rows = rows.index_select(-1, self._channel_order(rows.shape[-1], like.shape[-3]).to(like.device))
-        parts = rows.split([len(own) for own in matrices], -1)
-        found = [per_block(*pair) for pair in zip(parts, matrices, strict=True)]
-        return torch.cat(found, -1).index_select(-1, order)
+        parts = rows.split([len(matrix) for matrix in matrices], -1)
+        components = [per_block(*pair) for pair in zip(parts, matrices, strict=True)]
+        return torch.cat(components, -1).index_select(-1, order)
 
     def _states(self, components: Components, like: Tensor, some: slice) -> Float[Tensor, "*lead tokens channels"]:
         if self.with_values:  # of a group's rows some are keys and some are values
@@ -317,14 +317,14 @@ class FisherTransform(JointTransform):
         return self._group_states(components, like, some)
 
     def _group_states(self, components: Tensor, like: Tensor, some: slice) -> Tensor:
-        """Channels `some`, in the order of the groups of heads, from stored components by the inverse matrices."""
+        """Decode stored components to channels `some` of states minus mean, numbered in the order of head groups."""
         order, matrices = self.table("order", like)[0].long(), self._matrices("inverse", like)
-        flat, counts = components[..., : len(order)], [len(own) for own in matrices]
+        flat, counts = components[..., : len(order)], [len(matrix) for matrix in matrices]
         rows = flat.new_zeros(*flat.shape[:-1], sum(counts)).index_copy_(-1, order, flat).split(counts, -1)
-        starts = itertools.accumulate((own.shape[1] for own in matrices), initial=0)
+        starts = itertools.accumulate((matrix.shape[1] for matrix in matrices), initial=0)
         parts = [
-            per_block(own, matrix[:, max(some.start - start, 0) : some.stop - start])
-            for own, matrix, start in zip(rows, matrices, starts, strict=False)
+            per_block(group_rows, matrix[:, max(some.start - start, 0) : some.stop - start])
+            for group_rows, matrix, start in zip(rows, matrices, starts, strict=False)
             if some.start < start + matrix.shape[1] and start < some.stop
         ]
         return torch.cat(parts, -1)

@@ -48,41 +48,41 @@ class Split(Quantizer):
             codec.check(head_dim)
 
     def _groups(self, sizes: Sequence[int]) -> Iterator[tuple[str, Codec, int, int]]:
-        """Name, codec, first index and size of each group, the groups one after the other."""
+        """Yield name, codec, first index and size of each group, the groups one after the other along the axis."""
         for number, (name, codec) in enumerate(self.codecs.items()):
             yield name, codec, sum(sizes[:number]), sizes[number]
 
     def _encode_groups(self, x: Tensor, group: Shaped[Tensor, ...], sizes: Sequence[int], dtype: torch.dtype) -> Parts:
-        """Parts of all codecs, for states of `dtype`.
+        """Encode each group by its codec; returns the parts of all. `dtype`: of the cache's states.
 
-        `group`: a number for each place along `axis`; broadcasts to the shape of `x`.
+        `group`: number of the group of each index along `axis`, broadcast to `x`; `sizes`: indices in each group.
         """
         parts: Parts = {}
         length = x.shape[self.axis]
         ordered = x.gather(self.axis, self._order(group).expand(x.shape))
         for name, codec, start, size in self._groups(sizes):
             # An empty group gets the usual parts with zero rows, so that blocks concatenate.
-            own = ordered.narrow(self.axis, min(start, length - 1), max(size, 1))
-            found = codec.encode_block(own, dtype=dtype)
-            parts |= {f"{name}.{key}": part if size else part[..., :0, :] for key, part in found.items()}
+            states = ordered.narrow(self.axis, min(start, length - 1), max(size, 1))
+            group_parts = codec.encode_block(states, dtype=dtype)
+            parts |= {f"{name}.{key}": part if size else part[..., :0, :] for key, part in group_parts.items()}
         return parts
 
     def _decode_groups(
         self, parts: Parts, group: Shaped[Tensor, ...], sizes: Sequence[int], shape: Size, dtype: torch.dtype
     ) -> Tensor:
-        """All groups decoded, every channel or token in its own place."""
+        """Inverse of `_encode_groups`: every channel or token at its index along `axis`."""
         pieces = []
         for name, codec, _, size in self._groups(sizes):
             if size:
-                own = list(shape)
-                own[self.axis] = size
-                pieces.append(codec.decode_block(without_prefix(parts, f"{name}."), Size(own), dtype))
+                group_shape = list(shape)
+                group_shape[self.axis] = size
+                pieces.append(codec.decode_block(without_prefix(parts, f"{name}."), Size(group_shape), dtype))
         order = self._order(group).expand(shape)
         out = torch.empty(shape, dtype=dtype, device=group.device)
         return out.scatter_(self.axis, order, torch.cat(pieces, self.axis))
 
     def _order(self, group: Tensor) -> Tensor:
-        """Indices along `axis`: those of the first group, ascending, then those of the next."""
+        """Indices along `axis` sorted by group number: the first group's, ascending, then the next one's."""
         return group.to(torch.uint8).sort(dim=self.axis, stable=True).indices
 
 
@@ -94,16 +94,16 @@ class TwoWaySplit(Split):
 
     @property
     def high(self) -> Codec:
-        """The codec of the places in the mask."""
+        """The codec of the channels or tokens in the mask."""
         return self.codecs["high"]
 
     @property
     def low(self) -> Codec:
-        """The codec of the others."""
+        """The codec of the other channels or tokens."""
         return self.codecs["low"]
 
     def _encode_mask(self, x: Tensor, mask: Shaped[Tensor, ...], count: int, dtype: torch.dtype) -> Parts:
-        """Parts of both codecs, for states of `dtype`. `mask`: 1 at `count` places along `axis`."""
+        """Parts of both codecs. `mask`: 1 at `count` indices along `axis`; `dtype`: of the cache's states."""
         return self._encode_groups(x, 1 - mask.to(torch.uint8), (count, x.shape[self.axis] - count), dtype)
 
     def _decode_mask(
@@ -142,16 +142,16 @@ class TokenSplit(TwoWaySplit):
 
     @property
     def bits(self) -> float | int | None:
-        """The mean of both codecs' bits over tokens; None: one of them has none."""
+        """Mean bits per code over the tokens of both codecs; None: a quantizer of them has no attribute `bits`."""
         more, fewer = (getattr(codec.quantizer, "bits", None) for codec in (self.high, self.low))
         return None if more is None or fewer is None else self.share * more + (1 - self.share) * fewer
 
     def count(self, tokens: int) -> int:
-        """Salient tokens of a block."""
+        """Number of salient tokens in a block of `tokens` tokens."""
         return round(self.share * tokens)
 
     def salient(self, scores: Float[Tensor, "*lead tokens"]) -> Bool[Tensor, "*lead tokens"]:
-        """The tokens of highest score, as many as are salient."""
+        """Mask of the `count` tokens of highest score."""
         chosen = scores.topk(self.count(scores.shape[-1]), -1).indices
         return torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, chosen, True)
 
@@ -220,7 +220,7 @@ class PlannedCodec(Codec):
 
     @contextlib.contextmanager
     def planned(self, mask: Bool[Tensor, "batch masks tokens"]) -> Iterator[None]:
-        """Within the context, blocks are encoded with the salient tokens of `mask`, in order."""
+        """A context in which successive blocks take their salient tokens from `mask`, one mask per head or for all."""
         self._mask, self._at = mask, 0
         try:
             yield
@@ -241,55 +241,56 @@ class PlannedCodec(Codec):
 
 
 class HeadsCodec(Codec):
-    """Encodes each head by a codec of its own; heads that share one are encoded together.
+    """Encodes each KV head of a layer by the codec that `codecs` has for it; heads with the same codec go together.
 
     Stores `heads<i>.<part>` of the i-th codec, in order of its first head, and `whole`, the states of heads without a
     codec in the dtype of the cache.
 
     Args:
-        codecs: one for each head, equal objects for heads of equal settings; None: the head stays in full precision.
+        codecs: one per head, the same object for heads to encode together; None: the head stays in full precision.
     """
 
     version: ClassVar[int] = 1
 
     def __init__(self, codecs: Sequence[Codec | None]) -> None:
-        own = {id(codec): codec for codec in codecs if codec is not None}
-        if not own:
+        distinct = {id(codec): codec for codec in codecs if codec is not None}
+        if not distinct:
             raise ConfigError("HeadsCodec: no head has a codec; leave the layer in full precision")
-        self.codecs, self._own = list(codecs), list(own.values())
+        self.codecs, self._distinct = list(codecs), list(distinct.values())
         # Each codec's heads, as they follow one another in `_order`; those without a codec last.
-        self._groups = [[head for head, one in enumerate(codecs) if one is codec] for codec in (*self._own, None)]
+        self._groups = [[head for head, one in enumerate(codecs) if one is codec] for codec in (*self._distinct, None)]
         order = [head for group in self._groups for head in group]
         self._order, self._back = order, sorted(range(len(order)), key=order.__getitem__)
-        first = self._own[0]
+        first = self._distinct[0]
         super().__init__(dict(first.stages), [name for name, _ in first.stages], first.quantizer)
 
     @property
     def uses_rope(self) -> bool:
-        return any(codec.uses_rope for codec in self._own)
+        return any(codec.uses_rope for codec in self._distinct)
 
     @property
     def token_group(self) -> int | None:
-        return shared_group([codec.token_group for codec in self._own])
+        """Least common multiple of the codecs' token groups; None: some codec's tokens share statistics of a block."""
+        return shared_group([codec.token_group for codec in self._distinct])
 
     def with_more_bits(self, extra: int, most: int) -> Codec:
-        raised = {id(codec): codec.with_more_bits(extra, most) for codec in self._own}
+        raised = {id(codec): codec.with_more_bits(extra, most) for codec in self._distinct}
         return HeadsCodec([None if codec is None else raised[id(codec)] for codec in self.codecs])
 
     def check(self, head_dim: int) -> None:
-        for codec in self._own:
+        for codec in self._distinct:
             codec.check(head_dim)
 
     def encode_block(self, blocks: Blocks, rope: Rope | None = None, dtype: torch.dtype | None = None) -> Parts:
         *pieces, whole = self._split(blocks)
         parts = Parts()
-        for i, (codec, piece) in enumerate(zip(self._own, pieces, strict=True)):
+        for i, (codec, piece) in enumerate(zip(self._distinct, pieces, strict=True)):
             parts |= with_prefix(codec.encode_block(piece, rope, dtype), f"heads{i}.")
         return {**parts, _WHOLE: whole.to(dtype or blocks.dtype, copy=True)} if whole.shape[-3] else parts
 
     def decode_block(self, parts: Parts, shape: Size, dtype: torch.dtype, rope: Rope | None = None) -> Blocks:
         out = []
-        for i, codec in enumerate(self._own):
+        for i, codec in enumerate(self._distinct):
             heads = Size([*shape[:-3], len(self._groups[i]), *shape[-2:]])
             out.append(codec.decode_block(without_prefix(parts, f"heads{i}."), heads, dtype, rope))
         if _WHOLE in parts:
@@ -297,7 +298,7 @@ class HeadsCodec(Codec):
         return torch.cat(out, -3)[..., self._back, :, :]
 
     def _split(self, states: Tensor) -> tuple[Tensor, ...]:
-        """The heads of each codec, then those without one."""
+        """`[..., heads, tokens, dim]` split along heads: those of each codec, then those without one."""
         if states.shape[-3] != len(self.codecs):
             raise Unsupported(
                 f"bits of {len(self.codecs)} heads in a layer of {states.shape[-3]}; one for each KV head"
@@ -306,9 +307,9 @@ class HeadsCodec(Codec):
 
 
 def check_single_heads(codec: Codec, head_dim: int) -> None:
-    """Raise `Unsupported` for a codec that encodes a head alone in another way than together with other heads.
+    """Raise `Unsupported` for a codec whose reconstruction of a head depends on the other heads.
 
-    It is tried on drawn states.
+    Also for calibrated codecs and subclasses of `Codec`; others run on random states, with and without a second head.
     """
     together = "encodes heads together, or by a calibration; its heads have no bits of their own"
     if type(codec) is not Codec or codec.fits_first_tokens or codec.quantizer.variable_rows or calibrated_parts(codec):

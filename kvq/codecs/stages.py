@@ -37,8 +37,8 @@ class Stage(abc.ABC):
         takes_gain: the step's side information can absorb one factor per head and token.
         uses_rope: `forward` and `inverse` also take `rope`, the rotations of the block's tokens.
         token_group: tokens that share side information; 1: each token has its own, None: the whole block.
-        joins_layers: it takes the heads of all layers of a model together, and its tables stand under the first.
-        policy: a `kvq.methods.policies.Policy` that its method then has; None: none.
+        joins_layers: the step takes the heads of all layers of a model together; its tables are stored for layer 0.
+        policy: a `kvq.methods.policies.Policy` that every method with this stage has; None: none.
     """
 
     orthogonal = False
@@ -363,7 +363,7 @@ class UndoRope(_RopeStage):
 
 
 class ApplyRope(_RopeStage):
-    """The rotary embedding again, as a pure rotation; see `UndoRope`."""
+    """Apply the rotary embedding to keys again, as a pure rotation, behind an `UndoRope` of the same codec."""
 
     version: ClassVar[int] = 1
     back = False

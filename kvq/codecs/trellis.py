@@ -43,13 +43,13 @@ _COSTS_AT_ONCE = 2**24
 
 @dataclass(frozen=True)
 class Layout:
-    """The fields of a string: `widths` in bits, 0 to 8, in their order."""
+    """The fields of a bit string: the width of each in bits, 0 to 8, first to last."""
 
     widths: tuple[int, ...]
 
     @cached_property
     def ends(self) -> tuple[int, ...]:
-        """Bits up to the end of each field."""
+        """Number of bits from the start of the string to the end of each field."""
         return tuple(itertools.accumulate(self.widths))
 
     @property
@@ -62,7 +62,7 @@ class Layout:
 
 
 def write(codes: Integer[Tensor, "*lead fields"], layout: Layout) -> UInt8[Tensor, "*lead _nbytes"]:
-    """The strings of codes, each below 2^width of its field."""
+    """Pack codes into bit strings, code i in `layout.widths[i]` bits, highest bit first; zeros fill the last byte."""
     fields = [field for field, width in enumerate(layout.widths) for _ in range(width)]
     shifts = [place for width in layout.widths for place in range(width - 1, -1, -1)]
     short = 8 * layout.nbytes - layout.bits
@@ -92,29 +92,29 @@ def read(
 
 @functools.lru_cache(maxsize=256)
 def places(layout: Layout, lengths: tuple[int, ...]) -> tuple[Int[Tensor, " fields"], ...]:
-    """Of the last `lengths[i]` bits up to each field's end: the first of three bytes that hold them, shift and mask."""
+    """How `read` finds the bits of each field: the first of three bytes that hold them, right shift and mask."""
     starts = [8 * FRONT + end - length for end, length in zip(layout.ends, lengths, strict=True)]
     shifts = [24 - start % 8 - length for start, length in zip(starts, lengths, strict=True)]
-    found = ([start // 8 for start in starts], shifts, [(1 << length) - 1 for length in lengths])
-    return tuple(torch.tensor(part, dtype=torch.int32) for part in found)
+    parts = ([start // 8 for start in starts], shifts, [(1 << length) - 1 for length in lengths])
+    return tuple(torch.tensor(part, dtype=torch.int32) for part in parts)
 
 
 def values_of(
     strings: UInt8[Tensor, "*lead nbytes"], layout: Layout, lengths: Sequence[int], books: Books
 ) -> Float[Tensor, "*lead fields"]:
-    """`levels_of` what `read` finds, in the dtype of `books`; for fp32 in one pass where loops are compiled."""
+    """`levels_of` the numbers that `read` returns, in the dtype of `books`; in fp32 by a plugin's loops if any."""
     loops = loops_for(strings.device.type) if books.dtype is torch.float32 else None
     if loops is None:
         return levels_of(read(strings, layout, lengths), layout.widths, books)
     first, book = entries_of(layout, books)
     padded = torch.nn.functional.pad(strings.reshape(strings.shape[:-1].numel(), strings.shape[-1]), (FRONT, BACK))
     starts, shifts, masks = (part.to(strings.device) for part in places(layout, tuple(lengths)))
-    found = loops.values_of(padded, starts, shifts, masks, first.to(strings.device), book)
-    return found.view(*strings.shape[:-1], len(layout.widths))
+    values = loops.values_of(padded, starts, shifts, masks, first.to(strings.device), book)
+    return values.view(*strings.shape[:-1], len(layout.widths))
 
 
 def entries_of(layout: Layout, books: Books) -> tuple[Int[Tensor, " fields"], Float[Tensor, " entries_in_all"]]:
-    """The books in one row, a book of zeros behind them for fields without bits; where each field's book begins."""
+    """Index of each field's book in the flattened books, and these, with a last book of zeros for fields of 0 bits."""
     rows = [width - 1 if width else len(books) for width in layout.widths]
     first = torch.tensor(rows, dtype=torch.int32) * books.shape[1]
     return first, torch.nn.functional.pad(books, (0, 0, 0, 1)).flatten()
@@ -125,37 +125,37 @@ def levels_of(
 ) -> Float[Tensor, "*lead fields"]:
     """`books[width - 1, number]` of each field; 0 where the width is 0."""
     width = torch.tensor([max(one - 1, 0) for one in widths], device=numbers.device)
-    found = books.flatten().index_select(0, (numbers.long() + width * books.shape[1]).flatten()).view(numbers.shape)
+    values = books.flatten().index_select(0, (numbers.long() + width * books.shape[1]).flatten()).view(numbers.shape)
     none = torch.tensor([one == 0 for one in widths], device=numbers.device)
-    return found.masked_fill(none, 0)
+    return values.masked_fill(none, 0)
 
 
 class LongTrellis:
-    """Tables of more than 2^8 states; `version` is raised where they are trained anew (`kvq.results.record`)."""
+    """Version of the tables of more than 2^8 states, raised when they are retrained (`kvq.results.record`)."""
 
     version: ClassVar[int] = 2
 
 
 @runtime_checkable
 class Loops(Protocol):
-    """What a plugin compiles of this module, for the extension point `trellis`; results are the same bit for bit."""
+    """Compiled versions of this module's loops from a plugin (extension point `trellis`); results are bit-identical."""
 
     def codes_of(self, x: Tensor, widths: tuple[int, ...], weights: Tensor, books: Tensor) -> Tensor:
-        """The codes `[rows, components]` in uint8 that `search` finds; in fp32."""
+        """The codes `[rows, components]` in uint8 that `_search` returns; computed in fp32."""
 
     def values_of(
         self, strings: Tensor, starts: Tensor, shifts: Tensor, masks: Tensor, entries: Tensor, books: Tensor
     ) -> Tensor:
-        """Values `[rows, fields]` of strings `[rows, bytes]` with zeros around each; in fp32.
+        """Values `[rows, fields]` in fp32 of strings `[rows, bytes]`, each between bytes of zeros.
 
-        Field i is the bits `shifts[i]` of the three bytes from `starts[i]` on, by its mask; its value is that many
-        entries of `books` (flat) behind `entries[i]`.
+        Field i is `(word >> shifts[i]) & masks[i]`, word the three bytes from `starts[i]` on; its value is the entry
+        `entries[i]` + field of the flattened `books`.
         """
 
 
 @functools.cache
 def loops_for(device: str) -> Loops | None:
-    """A plugin's compiled loops for a type of device; None: what is here runs in torch, ten to forty times slower."""
+    """A plugin's compiled loops for a type of device; None: there are none, and torch is ten to forty times slower."""
     from kvq.config.plugins import import_modules
 
     found = (module.trellis_loops(device) for module in import_modules("trellis"))
@@ -180,7 +180,7 @@ def mean_squared_errors(memory: int) -> tuple[float, ...]:
 
 
 def encode(x: Rows, weights: Float[Tensor, " components"], layout: Layout, memory: int) -> Strings:
-    """The string of each row whose weighted squared error is least; of equal ones, that of the lowest earlier states.
+    """The bit string of least weighted squared error for each row; ties go to the lowest earlier state.
 
     In fp32, token by token: a row's bits do not depend on the others.
     """

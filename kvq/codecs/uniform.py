@@ -41,7 +41,7 @@ of larger magnitude; the scale has a sign and 0 is on the grid (MLX).
 
 
 def round_steps(steps: Tensor, rounding: Rounding) -> Tensor:
-    """`steps` as whole numbers; may overwrite its argument."""
+    """Round `steps` to whole numbers by the rule `rounding`; may overwrite its argument."""
     if rounding == "even":
         return steps.round_()
     if rounding == "up":
@@ -132,12 +132,12 @@ class UniformQuantizer(CodeQuantizer):
 
     @property
     def is_affine(self) -> bool:
-        """Codes decode to `lo + scale * code` with an fp16 scale for each group, which kernels fold into products."""
+        """Whether codes decode to `lo + scale * code` with an fp16 scale per group, as kernels need it."""
         return self.scale_dtype == "float16" and (self.symmetric or self.zero_point in ("float", "integer"))
 
     @property
     def is_plain(self) -> bool:
-        """Affine, with codes chosen as papers do: the nearest even one, by division by the unrounded scale."""
+        """Whether the grid is affine, without `min_scale`, and codes are x divided by the scale, halves to even."""
         return self.is_affine and not self.reciprocal and not self.min_scale and self.rounding == "even"
 
     @property
@@ -154,7 +154,7 @@ class UniformQuantizer(CodeQuantizer):
         return -2 if self.axis == "per_channel" else -1
 
     def _grouped(self, x: Tensor) -> Tensor:
-        """View with an axis of groups before the grouped one; a short last group repeats its last value."""
+        """View of `x` with an axis of groups before the grouped axis; a short last group repeats its last value."""
         dim, length = self._dim, x.shape[self._dim]
         size = min(self.group_size or length, length)
         short = -length % size

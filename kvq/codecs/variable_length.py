@@ -89,7 +89,7 @@ class SparseCodec(Codec):
 class Rate:
     """The number of coded indices, and the total bits of their Shannon entropy and of their code words.
 
-    The entropy is that of each block's own frequencies, to which its code belongs.
+    The entropy is that of each block's frequencies, as each block has its code.
     """
 
     indices: int
@@ -107,10 +107,10 @@ class CodedBlocks(Codec, abc.ABC):
 
     @abc.abstractmethod
     def planes(self, packed: Packed) -> Packed:
-        """The same blocks as `Codec` stores them."""
+        """The same blocks in the form that `Codec` stores, without variable-length codes."""
 
     def uncoded_bytes(self, packed: Packed) -> int | None:
-        """Bytes of these blocks without the code; None (here): not reported, as bits per index say it."""
+        """Bytes of the blocks without variable-length codes; None (the default): not reported for this class."""
         return None
 
     def decode(self, packed: Packed, rope: Rope | None = None) -> States:
@@ -199,7 +199,7 @@ class HuffmanCodec(CodedBlocks):
 
 
 def _planes(name: str, bits: int) -> list[str]:
-    """Names of the parts that hold indices of a kind as `Codec` stores them."""
+    """Names of the bit planes, as `Codec` stores them, of `bits`-bit indices of the kind `name`."""
     return [f"{name}.{index}" for index in range(len(plane_widths(bits)))]
 
 
@@ -258,8 +258,8 @@ def _split(packed: Packed, name: str, sequence: int) -> Iterator[_Block]:
     stream, lengths, size = (
         packed.parts[f"{name}.{kind}"][sequence, 0].cpu().numpy() for kind in (STREAM, _LENGTHS, SIZE)
     )
-    for own, piece, bits in zip(lengths, pieces(stream[:, 0], size[:, 1]), size[:, 0], strict=True):
-        yield _Block(own, piece, int(bits))
+    for block_lengths, piece, bits in zip(lengths, pieces(stream[:, 0], size[:, 1]), size[:, 0], strict=True):
+        yield _Block(block_lengths, piece, int(bits))
 
 
 def streams(sequences: Sequence[Sequence[bytes]]) -> tuple[NDArray[np.uint8], NDArray[np.int32]]:

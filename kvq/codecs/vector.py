@@ -45,7 +45,7 @@ class Codebook(abc.ABC):
 
     @abc.abstractmethod
     def tables(self) -> tuple[Float[Tensor, "256 8"], Int[Tensor, "256 8"], Float[Tensor, "256 8"]]:
-        """Entries by the first byte; bits to flip in fp32 (its sign, or none) and a shift by the second one.
+        """Look-up tables: entries by the first code byte; by the second, bits to flip in fp32 (the sign) and a shift.
 
         A codeword in fp32 is the entry with these bits flipped, plus the shift.
         """
@@ -73,6 +73,7 @@ class PlainCodebook(Codebook):
         return look_up(self.entries, codes[0])
 
     def tables(self) -> tuple[Tensor, Tensor, Tensor]:
+        """The entries; flips and shifts are zeros, as there is no second byte."""
         return self.entries, torch.zeros(256, DIM, dtype=torch.int32), torch.zeros(256, DIM)
 
 
@@ -226,7 +227,7 @@ class VectorQuantizer(Quantizer):
 
     @property
     def index_bits(self) -> dict[str, int]:
-        """Bits of each stored index, by the name of its part: one of 8 channels."""
+        """Bits of a stored index, by the name of its part; an index stands for 8 channels."""
         return {"codes": 8 * self.bits}
 
     def check(self, head_dim: int) -> None:
