@@ -50,7 +50,7 @@ _USAGE = """Which cache format to take, from the records of this folder.
 
 @dataclass(frozen=True)
 class Question:
-    """What is asked: a model by the overrides that name it, tokens and sequences, and bounds on bytes and loss."""
+    """A question of `kvq recommend`: overrides that name a model, tokens, sequences, and bounds on bytes and loss."""
 
     model: tuple[str, ...]
     context: int
@@ -155,10 +155,10 @@ class Advisor:
         ]
 
     def _rank(self, records: Sequence[Record]) -> list[Record]:
-        """Runs, smallest first, each of which is better than the smaller one before it beyond noise.
+        """Runs, smallest first, each of which has a loss lower beyond noise than the smaller one before it.
 
-        Judged are those that no run of at most their bytes undercuts: among all pairs of a long table a correction for
-        their number leaves no difference standing.
+        Only runs on the frontier of bytes and loss are tested, because a correction for the number of all pairs of a
+        long table would leave no difference significant.
         """
         sized = [(size, record) for record in records if (size := self._total_bytes(record))]
         of_frontier: list[Record] = []
@@ -175,7 +175,7 @@ class Advisor:
         return fits and (loss is None or record.metrics["delta_nll"] <= loss)
 
     def _is_candidate(self, row: Row) -> bool:
-        """Whether a row is a finished run, of the asked engine, with windows enough to compare; bounds: `_fits`."""
+        """Whether a row is a finished run of the asked engine with enough windows to compare; bounds are not tested."""
         prefix = "" if self.question.engine is None else f"engine/{self.question.engine}"
         known = not (row.baseline or row.stale or row.variant) and "delta_nll" in row.record.metrics
         if not known or row.record.status != "done" or not row.record.method.startswith(prefix):
@@ -184,9 +184,9 @@ class Advisor:
         return losses is not None and len(losses.windows) >= fewest_to_differ()
 
     def _nearest_tables(self) -> list[list[Row]]:
-        """Formats of the nearest table of decoding: of this model, its family, a real model, any other.
+        """Candidate rows of the nearest model with a table: this model, else its family, a real model, any other.
 
-        Where none is of this model or its family, the largest table of each other real model comes after it.
+        Where it is neither this model nor of its family, the largest tables of all other real models follow.
         """
 
         def nearness(rows: list[Row]) -> tuple[int, int]:
@@ -210,7 +210,7 @@ class Advisor:
         return [nearest, *(rows for rows in by_model.values() if rows is not nearest and _of_real_model(rows))]
 
     def _compare(self, record: Record, table: Sequence[Row], ranked: Sequence[Record]) -> str:
-        """What another model's table says of a choice: its loss there, and what is better there at no more bytes."""
+        """In words: the loss of a choice on another model, and the best format there that is not larger, if better."""
         if not table:
             return "nothing that fits is measured on the other real model"
         same = next((row for row in table if _preset(row.record) == _preset(record)), None)
@@ -225,7 +225,7 @@ class Advisor:
         return f"{words}, {' '.join(_preset(best)).strip()} {best.metrics['delta_nll']:+.4f} in at most its bytes"
 
     def _total_bytes(self, record: Record) -> float | None:
-        """Bytes of the cache of all sequences, and of the tables of a calibration, which they share."""
+        """Bytes of the cache of all sequences and of the calibration's tables, which they share; None: unknown."""
         tables = self.table_bytes(record)
         size = cache_bytes(self.shape, record.method, record.bits, self.question.context)
         if size is None and "bits_per_element" in record.metrics:  # bits that no closed form has, as measured
@@ -233,7 +233,7 @@ class Advisor:
         return None if size is None or tables is None else size * self.question.batch + tables
 
     def table_bytes(self, record: Record) -> float | None:
-        """Bytes of a run's tables at the shape of the question's model; None: they cannot be told."""
+        """Bytes of a run's calibrated tables at the shape of the question's model; None: the run's model is unknown."""
         if not record.metrics.get("calibration_bytes"):
             return 0.0
         try:
@@ -248,7 +248,7 @@ class Advisor:
         return serve or " ".join(["python run.py", *self.question.model, f"method={record.method}", *bits])
 
     def _evidence_of(self, record: Record) -> str:
-        """On which model, and by what, a record was measured, in words."""
+        """In words: on which model a record was measured, and whether in the engine or by a preset."""
         engine = record.provenance.engine
         how = "in the engine itself" if engine else "by preset, in transformers"
         if record.model == self.model.name:
@@ -269,7 +269,7 @@ def _preset(record: Record) -> tuple[str, str]:
 
 @functools.lru_cache(maxsize=512)
 def _config_of(name: str, bits: str) -> Config:
-    """A run of a method on any model: which one changes nothing in the method's settings."""
+    """The configuration of a run of a method on the default model; the method's settings do not depend on it."""
     return resolve(compose([f"method={name}", *([f"bits={bits}"] if bits else [])]))
 
 
@@ -285,7 +285,7 @@ def cache_bytes(shape: CacheShape, name: str, bits: str, context: int) -> float 
 
 
 def token_elements(shape: CacheShape) -> int:
-    """How many numbers the keys and values of one token are, in all layers."""
+    """Number of elements of the keys and values of one token, over all layers."""
     return sum(kind.count * kind.heads * (kind.dim("key") + kind.dim("value")) for kind in shape.layers)
 
 
@@ -314,7 +314,7 @@ def fp16_bytes(shape: CacheShape, context: int, batch: int) -> float:
 
 
 def recommendation_text(choice: Recommendation, rank: int, fp16_bytes: float) -> str:
-    """A recommendation, in four lines and one for each other real model; `fp16_bytes`: of the cache in fp16."""
+    """A recommendation as text, four lines and one per other real model; `fp16_bytes`: bytes of the cache in fp16."""
     metrics, record = choice.row.record.metrics, choice.row.record
     error = metrics.get("delta_nll_se")
     loss = f"{metrics['delta_nll']:+.4f}" + ("" if error is None else f" ± {error:.4f}")

@@ -53,13 +53,13 @@ class Option(NamedTuple):
 
 @dataclass(frozen=True)
 class Costs:
-    """Options of each place, sorted by width; `numbers`: how many numbers they store together."""
+    """Options of each place, sorted by width; `numbers`: elements of keys and values that all places store."""
 
     options: Mapping[Place, tuple[Option, ...]]
     numbers: float
 
     def bits(self, chosen: Mapping[Place, Option]) -> float:
-        """Measured bits per element of a map."""
+        """Measured bits per element of a map, the choice of an option for each place."""
         return 8 * sum(option.bytes for option in chosen.values()) / self.numbers
 
     @staticmethod
@@ -97,7 +97,7 @@ def read_costs(records: Sequence[Record], store: Store, full: bool = True, heads
 
 
 def _places(rows: Sequence[Mapping[str, Any]], heads: bool) -> Iterator[tuple[Place, float, float]]:
-    """Each place of a record, its bytes and its cost."""
+    """Yield each place of a record with its stored bytes and its cost, KL in nats per token."""
     sides = {(int(row["layer"]), str(row["side"])): row for row in rows if "side" in row}
     of_heads = [((int(row["of"][1]), str(row["of"][0])), row) for row in rows if "head" in row]
     count = Counter(place for place, _ in of_heads)
@@ -108,7 +108,7 @@ def _places(rows: Sequence[Mapping[str, Any]], heads: bool) -> Iterator[tuple[Pl
 
 
 def solve_exact(costs: Costs, bits: float) -> dict[Place, Option]:
-    """The map of least cost within `bits`, by an integer program."""
+    """The options of least total cost with at most `bits` per element on average, by an integer program."""
     import numpy as np
     from scipy.optimize import Bounds, LinearConstraint, milp
 
@@ -130,7 +130,7 @@ def solve_exact(costs: Costs, bits: float) -> dict[Place, Option]:
 
 
 def solve_greedy(costs: Costs, bits: float) -> dict[Place, Option]:
-    """Widen the narrowest map greedily: each step saves most cost per byte, while it fits into `bits`."""
+    """Widen places from their narrowest options, most cost saved per byte first, while the mean is at most `bits`."""
     chosen, budget = _choose_narrowest(costs), bits * costs.numbers / 8
     while True:
         room = budget - sum(option.bytes for option in chosen.values())
@@ -147,7 +147,7 @@ def solve_greedy(costs: Costs, bits: float) -> dict[Place, Option]:
 
 
 def solve_uniform(costs: Costs, bits: float) -> dict[Place, Option] | None:
-    """One width for all keys and one for all values: the pair of least cost within `bits`; None: none fits."""
+    """A width for all keys and one for all values: of pairs within mean `bits` the cheapest; None: no pair fits."""
     widths = sorted({option.width for options in costs.options.values() for option in options})
     maps = []
     for key in widths:
@@ -167,7 +167,7 @@ def _choose_narrowest(costs: Costs) -> dict[Place, Option]:
 
 
 def preset_text(name: str, method: str, chosen: Mapping[Place, Option], note: str) -> str:
-    """The YAML of a preset that stores by a map."""
+    """The YAML of a preset that stores each place in the width chosen for it."""
     layers = 1 + max(place[0] for place in chosen)
     quantized = [option.width for option in chosen.values() if option.width < FULL]
     filler = min(quantized, default=FULL)
@@ -189,7 +189,7 @@ def preset_text(name: str, method: str, chosen: Mapping[Place, Option], note: st
 
 
 def _widths_at(chosen: Mapping[Place, Option], layer: int, side: str) -> list[int]:
-    """The width of a layer's side, or those of its heads."""
+    """The width of a layer's keys or values, as one entry, or the widths of its heads."""
     return [option.width for place, option in sorted(chosen.items()) if place[:2] == (layer, side)]
 
 

@@ -24,7 +24,7 @@ Schema = dict[str, Any]
 
 @dataclass(frozen=True)
 class Function:
-    """A function as it is offered; `parameters`: the JSON schema of the object of its arguments."""
+    """A function offered in a prompt; `parameters`: the JSON schema of the object of its arguments."""
 
     name: str
     description: str
@@ -32,7 +32,7 @@ class Function:
 
     @property
     def text(self) -> str:
-        """One line of JSON."""
+        """Name, description and parameters as one line of JSON."""
         return json.dumps(
             {"name": self.name, "description": self.description, "parameters": self.parameters}, ensure_ascii=False
         )
@@ -43,10 +43,10 @@ class Request:
     """A request, and the call that answers it.
 
     Attributes:
-        name: of the item.
-        text: what is asked.
-        functions: those offered.
-        function: the name of the one to call.
+        name: name of the item in the file.
+        text: the user's request.
+        functions: the functions that the prompt offers.
+        function: name of the function to call.
         allowed: the values that each argument may have, in the form of BFCL's answers: "" among them says that the
             argument may be left out, and the fields of an object have lists of allowed values too.
         loose: strings are compared without case, spaces and punctuation, as BFCL compares them.
@@ -62,12 +62,12 @@ class Request:
     @property
     def answer(self) -> str:
         """The JSON of a right call, with the first allowed values; arguments that may be left out are."""
-        given = {name: _right_value(values[0]) for name, values in self.allowed.items() if "" not in values}
-        return json.dumps({"name": self.function, "arguments": given}, ensure_ascii=False)
+        arguments = {name: _right_value(values[0]) for name, values in self.allowed.items() if "" not in values}
+        return json.dumps({"name": self.function, "arguments": arguments}, ensure_ascii=False)
 
 
 def _right_value(value: Any) -> Any:
-    """A value of an argument from its allowed form: of each field of an object the first allowed value."""
+    """An argument's value with the first allowed value for each field of an object, at any depth."""
     if isinstance(value, Mapping):
         return {name: _right_value(values[0] if isinstance(values, list) else values) for name, values in value.items()}
     return [_right_value(entry) for entry in value] if isinstance(value, list) else value
@@ -151,7 +151,7 @@ def _parse_request(row: dict[str, Any], known: dict[str, Any]) -> Request:
 
 
 def _question_text(question: Any) -> str:
-    """What the messages of the one turn say, a system's before the user's."""
+    """The text of the messages of a request's only turn, in order, joined by newlines."""
     if not isinstance(question, list) or not all(isinstance(turn, list) for turn in question):
         raise _BadRow("question is a list of turns, each a list of messages")
     if len(question) != 1:

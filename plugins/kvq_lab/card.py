@@ -27,7 +27,7 @@ CHOICE, NEAR, OUT = "choice", "near", "out"
 
 @dataclass(frozen=True)
 class Choice:
-    """A recommended format and those that are left and within noise of it, though larger."""
+    """A recommended format; `near`: names of larger formats left in the race that are within noise of it."""
 
     format: Format
     near: tuple[str, ...]
@@ -35,7 +35,7 @@ class Choice:
 
 @dataclass(frozen=True)
 class Bar:
-    """A row of the card's figure; `at`, `low` and `high` are positions from 0 to 1 on its axis of losses."""
+    """A row of the figure: positions 0 to 1 of loss ± 2 errors, verdict, bytes as text, and why it is not chosen."""
 
     format: Format
     kind: str
@@ -91,7 +91,7 @@ def certainty_text(choosing: Chooser) -> str:
 
 
 def loss_text(one: Format) -> str:
-    """Loss with its standard error, and what it is of perplexity."""
+    """Loss in nats per token with its standard error, and the change of perplexity in percent, as text."""
     return f"{one.loss:+.4f} ± {one.error:.4f} nats per token (perplexity {100 * math.expm1(min(one.loss, 50)):+.1f}%)"
 
 

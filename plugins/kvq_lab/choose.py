@@ -48,7 +48,7 @@ _NAMES = ("model", "engine", "method", "context", "batch", "memory", "minutes", 
 
 
 def parse_question(words: Sequence[str]) -> Question:
-    """The question of a command line. Raises: ConfigError: an unknown word, no model, or a number that is none."""
+    """Parse a command line. Raises: ConfigError: an unknown word, no model, or a value that is not a number."""
     more = tuple(word for word in words if word.startswith(("model.", "device=", "cache.", "threads=", "cpu_linear=")))
     values = parse_words([word for word in words if word not in more], _NAMES)
     if "model" not in values:
@@ -84,7 +84,7 @@ def _model_words(model: str) -> tuple[str, ...]:
 
 
 class _TimeLeft(ProgressColumn):
-    """The time until the question's minutes are over, as minutes:seconds."""
+    """A column with the time left of the minutes that the user gave, as minutes:seconds."""
 
     def __init__(self, choosing: Chooser) -> None:
         super().__init__()
@@ -96,7 +96,7 @@ class _TimeLeft(ProgressColumn):
 
 
 class _TimeBar(_TimeLeft):
-    """A bar of the share of the question's minutes that has passed."""
+    """A column with a progress bar of the minutes that the user gave."""
 
     max_refresh = 0.5
 

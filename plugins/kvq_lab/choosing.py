@@ -53,7 +53,7 @@ LEAST_WINDOW, ANSWER_TOKENS, MARGIN = 256, 64, 1.3
 
 @dataclass(frozen=True)
 class Question:
-    """What is asked; `model` are overrides, `minutes` bound the command, `memory` is in bytes, `needles` in tokens."""
+    """A question of `kvq choose`: overrides of the model, bound in minutes, `memory` in bytes, `needles` in tokens."""
 
     model: tuple[str, ...]
     engine: str | None = None
@@ -73,12 +73,12 @@ class Format:
     """A format in the race.
 
     Attributes:
-        words: overrides that name it.
-        bytes: of the whole cache at the question's context and batch.
-        line: what to paste.
-        losses: of each round, nats per token over full precision, by window.
-        records: of each round.
-        needles_found: of those of `kvq_lab.needles`, at the end of the race.
+        words: overrides that name the format.
+        bytes: bytes of the whole cache at the question's context and batch.
+        line: the command that uses it, to paste.
+        losses: for each round, loss over full precision in nats per token, by window.
+        records: the record of each round.
+        needles_found: needles of `kvq_lab.needles` that it finds after the race; None: not measured.
     """
 
     words: tuple[str, ...]
@@ -103,20 +103,20 @@ class Format:
 
     @property
     def tail(self) -> float:
-        """KL p99.9 of the rounds, weighted by their windows: of a token in a thousand it is larger."""
+        """KL that one token in a thousand exceeds, in nats: mean over rounds, weighted by their windows."""
         weights = [record.metrics["windows"] for record in self.records]
         return float(np.average([record.metrics["kl_p999"] for record in self.records], weights=weights))
 
     @property
     def seconds(self) -> float | None:
-        """What a window took in the last round."""
+        """Seconds per window in the last round; None: no round was measured."""
         if not self.records:
             return None
         return self.records[-1].provenance.wall_seconds.get("measure", 0.0) / self.records[-1].metrics["windows"]
 
 
 class Chooser:
-    """One race: what can be measured is settled when it is made, `race` measures."""
+    """Finds the formats that a model can have, draws passages of a text, and measures the formats in rounds."""
 
     def __init__(self, question: Question) -> None:
         self.question, self.store = question, Store(question.results)
@@ -129,8 +129,8 @@ class Chooser:
         self.context = question.context or min(longest, 8192)
         window = question.window or min(1024, longest, self.context)
         if self.context > longest or window > longest:
-            given = f"context={self.context}" if self.context > longest else f"window={window}"
-            raise ConfigError(f"{given}: model={self.model.name} takes at most {longest} tokens")
+            setting = f"context={self.context}" if self.context > longest else f"window={window}"
+            raise ConfigError(f"{setting}: model={self.model.name} takes at most {longest} tokens")
         self.longest, self.window = longest - ANSWER_TOKENS, window
         self.needles_found: int | None = None
         self.needle_seconds: float | None = None  # what a choice's needles will take at most
@@ -146,14 +146,14 @@ class Chooser:
         return composed(self._overrides(words, number))
 
     def _overrides(self, words: Sequence[str], number: int | None = None) -> list[str]:
-        """Overrides of a run: of a round of passages, or without text."""
+        """All overrides of a run of `words`, on the passages of round `number` (None: no text is set)."""
         task = ["task.windows=disjoint", f"task.context={self.window}", "task.batch_size=2", "cache.keep_decoded=true"]
         text = [] if number is None else ["dataset=text", "dataset.loader=documents", f"dataset.name={self.text_name}"]
         path = [] if number is None else [f"dataset.path={self._round_file(number)}"]
         return [*self.question.model, *words, *task, *text, *path, f"results_dir={self.question.results}"]
 
     def _find_formats(self, engine: str | None) -> list[Format]:
-        """Formats that the model can have and that fit the memory; why others cannot is in `refused`."""
+        """Formats that the model can have and that fit into `memory`, smallest first; sets `refused` for the others."""
         formats = []
         for words in self._format_overrides(engine):
             try:
@@ -174,7 +174,7 @@ class Chooser:
         return sorted(fitting, key=lambda one: (one.bytes, one.name))
 
     def _format_overrides(self, engine: str | None) -> list[tuple[str, ...]]:
-        """Overrides of each format to try: those of the question, of an engine, or some of each."""
+        """Overrides of each format to try: the question's methods, else the engine's (None: those of `DEFAULT`)."""
         known = choices()["method"]
         if self.question.methods or engine is None:
             asked = self.question.methods or [one for one in DEFAULT if one.split()[0] in known]
@@ -183,9 +183,9 @@ class Chooser:
         return [words for name in names for words in self._overrides_of(name, list(known))]
 
     def _overrides_of(self, name: str, known: Sequence[str]) -> Iterator[tuple[str, ...]]:
-        """The overrides that run a format: one set for each of its widths, if it has some; else one.
+        """Yield overrides that run a format: one tuple per bit width in `WIDTHS` if its bits can be set; else one.
 
-        A format that needs a calibration, or that cannot run on the model, is replaced by its variant `un...`.
+        A format that needs a calibration, or that cannot run on the model, is replaced by its variant `NAME/un...`.
         """
         method = composed([f"method={name}"]).method
         if method.bits_range is not None:
@@ -214,7 +214,7 @@ class Chooser:
         return Format(words, name, size * self.question.batch, line)
 
     def _raise_none(self, engine: str | None) -> None:
-        """Raise the error of a model that no format of an engine can do, with engines that can."""
+        """Raise `Unsupported`: no format of the engine runs on the model; the message names engines that do."""
         if engine is None:
             names = ", ".join(self.question.methods)
             raise Unsupported(f"choose: none of method={names} can be measured: {next(iter(self.refused.values()))}")
@@ -229,27 +229,27 @@ class Chooser:
 
         Raises: DataError: fewer passages than the first round needs.
         """
-        given, tokenizer = self.question.text, self.inputs.tokenizer
-        word = [f"dataset={given}", "dataset.max_tokens=null"] if given in choices()["dataset"] else ["dataset=text"]
-        dataset = composed([*word, *([] if given in choices()["dataset"] else [f"dataset.path={given}"])]).dataset
+        source, tokenizer = self.question.text, self.inputs.tokenizer
+        word = [f"dataset={source}", "dataset.max_tokens=null"] if source in choices()["dataset"] else ["dataset=text"]
+        dataset = composed([*word, *([] if source in choices()["dataset"] else [f"dataset.path={source}"])]).dataset
         text = read_joined_text(dataset)[:MOST_CHARACTERS]
-        self.text_name = dataset.name if given in choices()["dataset"] else Path(given).stem
+        self.text_name = dataset.name if source in choices()["dataset"] else Path(source).stem
         sample = text[: 64 * self.window]
         step = max(1, int(1.25 * self.window * len(sample) / max(1, len(encode(tokenizer, sample)))))
         pieces = [text[start : start + step] for start in range(0, len(text), step)]
         order = np.random.default_rng(0).permutation(len(pieces))[:512]
-        found = [pieces[at] for at in order.tolist() if len(encode(tokenizer, pieces[at])) > self.window]
+        passages = [pieces[at] for at in order.tolist() if len(encode(tokenizer, pieces[at])) > self.window]
         first = next(round_sizes(10**6))
-        if len(found) < first:
-            least = self.window * len(found) // first
+        if len(passages) < first:
+            least = self.window * len(passages) // first
             shorter = f" or window={least}" if least >= 64 else ""
             raise DataError(
-                f"text={given}: has {len(found)} passages of {self.window} tokens, {first} are needed; give a longer "
-                f"text{shorter}"
+                f"text={source}: has {len(passages)} passages of {self.window} tokens, {first} are needed; give a "
+                f"longer text{shorter}"
             )
-        digest = hashlib.sha256("\0".join(found).encode()).hexdigest()[:12]
+        digest = hashlib.sha256("\0".join(passages).encode()).hexdigest()[:12]
         self.folder = self.question.results / "choose" / f"{self.text_name}-{digest}"
-        return found
+        return passages
 
     def _round_file(self, number: int) -> Path:
         """The file with the passages of a round; round 0 is the canaries', two passages of the first."""
@@ -276,7 +276,7 @@ class Chooser:
         return "\n".join(lines)
 
     def _run_round(self, words: Sequence[str], number: int) -> tuple[Record, Float[np.ndarray, " windows"]]:
-        """The record of a round of a format and its losses over full precision, by window; it may be on record."""
+        """Run a round or read its record; returns it and losses over full precision, nats per token, by window."""
         overrides = self._overrides(words, number)
         record = run(composed(overrides), lambda: overrides)
         if record.status != "done":
@@ -288,7 +288,7 @@ class Chooser:
         return record, (ours.nll - full.nll) / ours.tokens
 
     def measure_canaries(self, say: Say) -> None:
-        """Measure full precision, a cache that changes nothing and an empty one on two windows; say its time.
+        """Measure full precision, a lossless cache and an empty one on two windows; report the time of a window.
 
         Windows whose length nobody asked for are halved until the first round takes at most half of the time.
         """
@@ -312,23 +312,23 @@ class Chooser:
         )
 
     def _round_share(self) -> float:
-        """About which share of the time the first round of all formats takes, by a cache that changes nothing.
+        """Estimated share of the minutes that the first round of all formats takes, from the time of `identity`.
 
-        Full precision is measured before it, so that what a process does once is not in this time.
+        Its run measures full precision first, so that the costs of starting up are not in this time.
         """
         record, _ = self._run_round(("method=identity",), 0)
         self.window_seconds = record.provenance.wall_seconds["measure"] / CANARY_WINDOWS
         return MARGIN * self.window_seconds * len(self.formats) * self.sizes[0] / (60 * self.question.minutes)
 
     def _set_window(self, window: int) -> None:
-        """Draw passages of so many tokens."""
+        """Set `window` in tokens, draw passages of it, and set the sizes of the rounds."""
         self.window = window
         self.needle_tokens = min(self.window if self.question.needles is None else self.question.needles, self.longest)
         self.passages = self._draw_passages()
         self.sizes = list(round_sizes(len(self.passages)))
 
     def race(self, say: Say) -> None:
-        """Measure until one frontier is left, time is over, or the text is; whatever is measured is kept."""
+        """Measure rounds until the frontier is decided or time or text runs out; all records are kept."""
         for number, _ in enumerate(self.sizes, 1):
             runners = [one for at, one in enumerate(self.formats) if at in self.state.left and one.stopped is None]
             if len(runners) < 2 or (number > 1 and not self.open_pairs()):
@@ -349,7 +349,7 @@ class Chooser:
         return [pair for pair in self.state.undecided if not stopped & set(pair)]
 
     def _has_time(self, formats: Sequence[Format], number: int) -> bool:
-        """Whether a round of some formats ends before the time of the needles, by what a window took them so far."""
+        """Whether the formats can finish round `number`, by their seconds per window, and leave time for needles."""
         known = [one.seconds for one in self.formats if one.seconds is not None]
         usual = float(np.median(known)) if known else self.window_seconds * MARGIN
         configs = (composed(self._overrides(one.words, number)) for one in formats)
@@ -358,7 +358,7 @@ class Chooser:
         return not new or time.monotonic() + seconds <= self.ends - MOST * (self.needle_seconds or 0)
 
     def _measure_round(self, one: Format, number: int, say: Say) -> None:
-        """Measure a format in a round; one that cannot be measured is stopped, and why is said."""
+        """Measure a format in a round; on an error set its `stopped` to the message and report it."""
         try:
             record, loss = self._run_round(one.words, number)
         except KvqError as error:

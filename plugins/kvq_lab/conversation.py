@@ -64,7 +64,7 @@ class Speaker:
 
 
 def storage_by_tokens(cache: KVCache) -> dict[str, float]:
-    """Bits and bytes of a cache of one sequence, and its tokens as a mean over layers, keys and values.
+    """Effective bits and bytes of a cache of one sequence, and its token counts, means over layers, keys and values.
 
     The tokens are those of the packed prefix and those in full precision; evicted ones are in neither.
     """
@@ -76,7 +76,7 @@ def storage_by_tokens(cache: KVCache) -> dict[str, float]:
 
 
 def read_turns(speaker: Speaker, full: Speaker | None, tokens: Tokens, length: int) -> tuple[list[Row], KVCache]:
-    """Read turns of `length` tokens; returns a row for each and the cache after the last; `full`: as a reference."""
+    """Read turns of `length` tokens; returns a row per turn and the last cache; `full`: full precision, for KL."""
     cache, other = speaker.new_cache(), None if full is None else full.new_cache()
     rows: list[Row] = []
     for turn in tokens.split(length, 1):
@@ -93,10 +93,10 @@ def read_turns(speaker: Speaker, full: Speaker | None, tokens: Tokens, length: i
 def compare_branches(speaker: Speaker, first: Tokens, others: Sequence[Tokens]) -> dict[str, float]:
     """Continuations of a first turn from forks of its cache, and each from a cache of its own.
 
-    `fork_difference`: the largest difference between their log-probabilities of the answers' tokens. Bytes are of all
-    continuations at their ends: `shared_bytes` of the forks, with rows that they share in memory counted once,
-    `once_bytes` as they would be if what no later token changes of the first turn were stored once, and
-    `separate_bytes` of caches that share nothing.
+    `fork_difference`: the largest difference between their log-probabilities of the answers' tokens. Bytes are totals
+    of all continuations at their ends: `separate_bytes` of the caches that share nothing, `shared_bytes` of the forks,
+    with rows that they share in memory counted once, and `once_bytes`, the separate ones less repeated copies of those
+    bytes of the first turn that no later token changes.
     """
     prefix = speaker.new_cache()
     speaker.read_turn(prefix, first)
@@ -116,14 +116,14 @@ def compare_branches(speaker: Speaker, first: Tokens, others: Sequence[Tokens]) 
 
 
 def _unchanged_bytes(prefix: KVCache, method: Method) -> int:
-    """Bytes of a cache that no later token changes: all of it in full precision, else what is packed once for all."""
+    """Bytes of a cache that later tokens never change: all in full precision, else the packed prefix if it is final."""
     if method.is_full_precision:
         return prefix.nbytes
     return 0 if method.replaces_layers or prefix.recompression is not None else prefix.packed_bytes
 
 
 def measure(inputs: Inputs, method: Method, baseline: Baseline | None, journal: Journal) -> Measurement:
-    """A sample for each conversation: its tokens and loss in all and by turn, what its cache stored, its branches."""
+    """A sample per conversation: tokens, total loss, a row per turn, metrics of storage, and those of its branches."""
     task: ConversationConfig = inputs.config.task
     windows = cut_windows(inputs.tokens.streams, task.context, bos=inputs.bos)
     chosen = evenly(windows, task.conversations, "task.conversations")
@@ -138,8 +138,8 @@ def measure(inputs: Inputs, method: Method, baseline: Baseline | None, journal: 
         scored = {"window": index, "tokens": task.turns * task.answer, "nll": sum(row["nll"] for row in rows)}
         return {**scored, "turns": rows, **branches, "storage": storage_metrics(cache, 1)}
 
-    found, samples = scored_rows(journal, "conversation", len(tokens), score)
-    metrics = dict(found[-1]["storage"]) | turn_metrics(found, task.answer)
+    conversations, samples = scored_rows(journal, "conversation", len(tokens), score)
+    metrics = dict(conversations[-1]["storage"]) | turn_metrics(conversations, task.answer)
     if baseline is not None:
         metrics |= _losses_over_baseline(samples, baseline.samples, task.answer)
     return Measurement(metrics, units_of(metrics), samples)

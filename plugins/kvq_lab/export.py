@@ -91,7 +91,7 @@ def modelopt_recipe(config: Config) -> str:
 
 
 def _check_preset(config: Config) -> None:
-    """Refuse settings of the parts that are not the preset's: an engine has no such flags."""
+    """Raise `Unsupported` for a setting of the method that differs from its preset: engines have no flag for it."""
     plain = resolve(compose([f"method={config.method.name}", f"bits={config.bits_label or 3}"])).method
     mine, preset = (canonical_method(method) for method in (config.method, plain))
     changed = [name for name in sorted(mine.keys() | preset.keys()) if mine.get(name) != preset.get(name)]

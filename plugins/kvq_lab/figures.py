@@ -86,9 +86,9 @@ _SHARES = yaml.safe_load(Path(__file__).with_name("shares.yaml").read_text(encod
 
 
 def shares_table(records: Sequence[Record], _: Store) -> pd.DataFrame:
-    """As `error.bars_table`: a line per run and quantity that its task's figure shows, from minus to plus its error.
+    """One line per run and quantity in `shares.yaml` for its task: `mean`, and `min` and `max` one standard error away.
 
-    NaN where a run lacks what others have.
+    NaN where a run lacks a metric that others have.
     """
     lines = []
     for record in records:
@@ -111,7 +111,7 @@ for _task, _title in (
 
 
 def part_losses(table: Table, _: Store, index: str, metric: str) -> pd.DataFrame | None:
-    """One line per run and value of a part's `index`, such as a turn, with the metric there; None: no run has any."""
+    """One line per run and part, from metrics `<metric>[<index>=<number>]`, such as a turn; None: no run has any."""
     place, lines = re.compile(rf"{metric}\[{index}=(\d+)\]"), []
     for row in table.rows:
         metrics = row.record.metrics
@@ -222,7 +222,7 @@ _APART = ("sampler", "seed", "verdict", "winners")
 
 
 def read_searches(store: Store) -> dict[str, list[Mapping[str, Any]]]:
-    """Searches of a results folder with the same trials to choose from, by a digest of what they share."""
+    """The searches of a results folder, grouped by a digest of axes, overrides and settings except `_APART`."""
     searches: dict[str, list[Mapping[str, Any]]] = {}
     for path in sorted((store.root / "searches").glob("*.json")):
         one = _read_search(path)
@@ -234,7 +234,7 @@ def read_searches(store: Store) -> dict[str, list[Mapping[str, Any]]]:
 
 
 def _read_search(path: Path) -> Mapping[str, Any] | None:
-    """The content of a search's file; None: it is not one."""
+    """The content of a search's JSON file; None: the file is no JSON or not a search's."""
     try:
         content: Any = json.loads(path.read_text(encoding="utf-8"))
         return content if {"axes", "fixed", "settings", "trials", "hypervolume"} <= content.keys() else None
@@ -284,8 +284,8 @@ def search_figure(table: pd.DataFrame) -> Figure:
     made, axes = draw.panels(2, 3.0, 1, 2)
     done = table.dropna(subset=[first, second])
     for index, (sampler, part) in enumerate(table.groupby("sampler", sort=True)):
-        own = part.dropna(subset=[first, second])
-        draw.draw_points(axes[0], own[second], own[first], index, str(sampler), s=14)
+        finished = part.dropna(subset=[first, second])
+        draw.draw_points(axes[0], finished[second], finished[first], index, str(sampler), s=14)
         for place, (_, line) in enumerate(part.groupby("seed")):
             look = {"color": draw.colour(index), "linestyle": draw.dash(index), "linewidth": 0.9}
             label = str(sampler) if place == 0 else None

@@ -66,12 +66,12 @@ class Entry:
 
 
 def budget_of(bits: float) -> float | None:
-    """The least budget that holds so many measured bits; None: more than the largest."""
+    """The smallest of `BUDGETS` that is at least `bits` per element; None: `bits` exceeds the largest."""
     return next((budget for budget in BUDGETS if bits <= budget), None)
 
 
 def list_entries(store: Store) -> list[Entry]:
-    """The leaderboard's entries of a store, sorted by model, budget and loss."""
+    """Entries of each model's largest table within the budgets, sorted by model, budget and loss."""
     tables: dict[str, Table] = {}
     records, _ = read_records(store)
     for table in decoding_tables(store, records):
@@ -89,7 +89,7 @@ def list_entries(store: Store) -> list[Entry]:
 
 
 def _rows_to_list(table: Table) -> list[Row]:
-    """Rows of methods to choose from, without canaries, variants and runs of another version."""
+    """Finished rows of quantized methods with loss and bits, without canaries, variants and stale runs."""
     return [
         row
         for row in table.rows
@@ -112,12 +112,12 @@ class _OtherRuns:
         self._speed = {_preset_key(record): record for record in done if record.task == "throughput"}
 
     def needles(self, record: Record) -> float | None:
-        """Share of needles found in the largest run."""
+        """Share of needles retrieved in the largest run of the record's preset and bits; None: no run."""
         run = self._needles.get(_preset_key(record))
         return None if run is None else run.metrics["accuracy"]
 
     def speed(self, record: Record) -> float | None:
-        """Decoding speed as a multiple of full precision's on the same machine."""
+        """Decoding speed relative to full precision on the same CPU; None: not both are measured."""
         run, full = self._speed.get(_preset_key(record)), self._speed.get((record.model, "fp16", ""))
         if run is None or full is None or run.provenance.cpu != full.provenance.cpu:
             return None
@@ -163,14 +163,14 @@ def _bytes_at_context(metrics: Mapping[str, float]) -> float | None:
 
 
 def decoding_tables(store: Store, records: Sequence[Record]) -> tuple[Table, ...]:
-    """The tables of perplexity scored as in generation, of the records of a store."""
+    """Tables of the records of `task=ppl` with `scoring=generation`."""
     losses = [record for record in records if record.task == "ppl"]
     scored = [record for record in losses if part_of(record.config, "task").get("scoring") == "generation"]
     return build_tables(store, scanned=(scored, [])).tables
 
 
 def render_page(entries: Sequence[Entry]) -> str:
-    """The page: works offline; its only links are to records in the same folder."""
+    """The page as HTML without external resources; its only links are to records in the same folder."""
     source = resources.files("kvq_lab").joinpath("leaderboard.html.j2").read_text(encoding="utf-8")
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     groups: dict[tuple[str, float], list[Mapping[str, Any]]] = {}
@@ -182,17 +182,17 @@ def render_page(entries: Sequence[Entry]) -> str:
 
 
 def _write_leaderboard(words: list[str]) -> int:
-    given = {"results": "results"} | parse_words(words, ("results", "out"))
-    store = Store(given["results"])
-    found = list_entries(store)
-    if not found:
+    values = {"results": "results"} | parse_words(words, ("results", "out"))
+    store = Store(values["results"])
+    entries = list_entries(store)
+    if not entries:
         raise RecordError(f"no method is on record in '{store.runs}'; measure some: python run.py -m method=nsn,kivi")
-    out = Path(given.get("out", str(store.root / "leaderboard.html")))
+    out = Path(values.get("out", str(store.root / "leaderboard.html")))
     try:
-        write_file(out, render_page(found).encode(), durable=False)
+        write_file(out, render_page(entries).encode(), durable=False)
     except OSError as error:
         raise RecordError(f"out={out}: cannot be written: {error.strerror}") from error
-    print(f"{out} ({len(found)} methods on {len({entry.model for entry in found})} models)")
+    print(f"{out} ({len(entries)} methods on {len({entry.model for entry in entries})} models)")
     return 0
 
 

@@ -37,12 +37,12 @@ _STEPS = 200  # of a bisection
 
 
 def spectrum_of(moments: JointMoments, transform: FisherTransform) -> Float[Tensor, " components"]:
-    """λ of a side of a layer in nats, descending, in fp64."""
+    """Eigenvalues λ of one layer's keys or values, descending, in fp64: losing a component costs λ/2 nats per token."""
     return transform.fit_joint(moments)["spectrum"][0].double()
 
 
 def rate_at(spectrum: Float[Tensor, " components"], level: float) -> float:
-    """Mean bits of a component at a level θ."""
+    """Mean bits per component at a level θ: the mean of max(0, (1/2) log2(λ/θ))."""
     return float((spectrum / level).log2().clamp_min(0).mean() / 2)
 
 
@@ -88,7 +88,7 @@ def measure(inputs: Inputs, method: Method, baseline: Baseline | None, journal: 
     windows, both = torch.stack(windows_of(inputs)), task.heads is LimitHeads.both
     moments, _ = moments_of(inputs.model, windows, CalibrationConfig(), (task.left_out, True, both), _kept)
     transform = FisherTransform(heads_together=1 if task.heads is LimitHeads.apart else None, ridge=task.ridge)
-    spectra = {place: spectrum_of(own, transform) for place, own in moments.items()}
+    spectra = {place: spectrum_of(values, transform) for place, values in moments.items()}
     whole = torch.cat(list(spectra.values()))
     metrics = {"windows": float(len(windows))}
     metrics |= {f"limit_loss_{rate:g}": loss_at(whole, level_at_rate(whole, rate)) for rate in task.rates}
@@ -100,14 +100,14 @@ def measure(inputs: Inputs, method: Method, baseline: Baseline | None, journal: 
         level = level_at_rate(whole, rate)
         rows.append({"kind": "curve", "bits": rate, "level": level, "loss": loss_at(whole, level)})
     levels = {rate: level_at_rate(whole, rate) for rate in task.rates}
-    for (side, layer), own in spectra.items():
-        bits = {f"{rate:g}": rate_at(own, level) for rate, level in levels.items()}
-        rows.append({"kind": "layer", "side": side, "layer": layer, "bits": bits, "spectrum": _sample_spectrum(own)})
+    for (side, layer), values in spectra.items():
+        bits = {f"{rate:g}": rate_at(values, level) for rate, level in levels.items()}
+        rows.append({"kind": "layer", "side": side, "layer": layer, "bits": bits, "spectrum": _sample_spectrum(values)})
     return Measurement(metrics, units_like(metrics, {"windows": "windows", "*_loss*": "nats/token"}), rows)
 
 
 def _sample_spectrum(spectrum: Tensor) -> list[list[float]]:
-    """Rank, from 0, and λ of evenly spread components, the largest and the smallest among them."""
+    """Pairs of rank, from 0, and λ for up to `_SHOWN` evenly spaced components, the first and the last among them."""
     ranks = torch.linspace(0, len(spectrum) - 1, min(_SHOWN, len(spectrum))).round().long()
     return [[float(rank), float(spectrum[rank])] for rank in ranks]
 
@@ -118,7 +118,7 @@ def _stored_sides(method: Method) -> Sequence[str]:
 
 
 def _predict_losses(method: Method, layers: int, moments: Mapping[Place, JointMoments]) -> dict[str, float]:
-    """Second-order loss of the method's widths, and the part of it of what has no bits.
+    """Second-order loss of the method's widths in nats per token, and the part of it by components without bits.
 
     `predicted_loss`, `unseen_loss`: on the method's own calibration text; `..._here`: on the text of the moments, where
     directions that the calibration has not seen have no bits either. Rounding is that of components of deviation 1.
@@ -142,7 +142,7 @@ def _predict_losses(method: Method, layers: int, moments: Mapping[Place, JointMo
 def second_order_losses(
     moments: JointMoments, transform: FisherTransform, errors: Float[Tensor, " components"]
 ) -> tuple[float, float]:
-    """Second-order loss, on the text of the moments, of components with these errors, and of what none of them holds.
+    """Second-order losses on the moments' text: by errors of stored components, and outside their span.
 
     With y = (x - m) A the stored components and x̂ = y B + m: (1/2) Σ errors_i B_i F B_iᵀ, and (1/2) tr(F E[e eᵀ]) of
     e = (x - m)(1 - A B). A component that is not stored counts in the second.

@@ -27,10 +27,10 @@ STREAM_WINDOWS = 64
 
 
 def find_full_needles(choosing: Chooser, say: Say) -> None:
-    """Measure full precision's needles before the race, and so how long those of the choices will take.
+    """Measure needles in full precision before the race; sets `choosing.needles_found`, and `needle_seconds`.
 
-    There will be none where a choice's would take too large a share of the time, or where full precision finds so few
-    that a format's count says nothing.
+    `needle_seconds`, the time that a format's needles will take, stays None, and no format is tested, where it is too
+    large a share of the minutes, or full precision retrieves at most half of the needles.
     """
     limit = 60 * MOST_SHARE * choosing.question.minutes
     windows = len(DEPTHS) * choosing.needle_tokens / choosing.window
@@ -45,7 +45,7 @@ def find_full_needles(choosing: Chooser, say: Say) -> None:
 
 
 def find_needles(choosing: Chooser, chosen: Sequence[Format], say: Say) -> None:
-    """Set `needles_found` of each chosen format: how many it finds, of one a depth."""
+    """Set `needles_found` of each chosen format, 0 to `len(DEPTHS)`; stops when time is over."""
     if choosing.needle_seconds is None:
         return
     for one in chosen:
@@ -60,7 +60,7 @@ def find_needles(choosing: Chooser, chosen: Sequence[Format], say: Say) -> None:
 
 
 def _run_needles(choosing: Chooser, words: Sequence[str], say: Say) -> Record | None:
-    """The record of the needles of a format; None: no needle can be hidden, which is said."""
+    """Run the needles of a format; returns the record, or None after an error, which is reported."""
     overrides = needle_words(choosing, words)
     try:
         record = run(composed(overrides), lambda: overrides)
@@ -80,7 +80,7 @@ def _count_found(record: Record) -> int:
 
 
 def needle_words(choosing: Chooser, words: Sequence[str]) -> list[str]:
-    """Overrides of a run with needles in the passages of the race, one after the other as one text."""
+    """Overrides of a run with needles in a text of the race's passages joined; writes its file if it is missing."""
     path = choosing.folder / "haystack.jsonl"
     if not path.is_file():
         row = json.dumps({"text": " ".join(choosing.passages[:STREAM_WINDOWS])})
@@ -92,7 +92,7 @@ def needle_words(choosing: Chooser, words: Sequence[str]) -> list[str]:
 
 
 def needles_text(choosing: Chooser, one: Format) -> str | None:
-    """The needles of a choice in words; None: there were none, or full precision finds too few to tell anything."""
+    """A choice's needles in words; None: not measured, or full precision retrieves at most half of them."""
     full = choosing.needles_found
     if one.needles_found is None or full is None or full <= len(DEPTHS) // 2:
         return None
@@ -101,7 +101,7 @@ def needles_text(choosing: Chooser, one: Format) -> str | None:
 
 
 def needles_note(choosing: Chooser) -> str | None:
-    """Why no needles are shown, where they were asked for and say nothing."""
+    """In words why needles were tested for but are not shown; None: they are shown, or were not asked for."""
     full = choosing.needles_found
     if full is not None and full <= len(DEPTHS) // 2:
         return f"needles: full precision itself finds {full} of {len(DEPTHS)} in {choosing.needle_tokens:,} tokens"

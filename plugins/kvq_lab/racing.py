@@ -51,7 +51,7 @@ def round_sizes(windows: int, first: int = 8) -> Iterator[int]:
 
 @functools.cache
 def _signs(windows: int) -> Float[np.ndarray, "patterns windows"]:
-    """Patterns of signs; the first is that of the observed differences."""
+    """Sign flips of windows for the permutation test: all, or `PATTERNS` at random; the first flips nothing."""
     if 2**windows <= PATTERNS:
         return np.array(list(itertools.product((1.0, -1.0), repeat=windows)))
     drawn = np.random.default_rng(windows).choice((1.0, -1.0), size=(PATTERNS, windows))
@@ -82,15 +82,15 @@ def find_positive(differences: Float[np.ndarray, "tests windows"], level: float)
 
 @dataclass
 class Race:
-    """What is known after some rounds; formats are numbers, as in the arrays.
+    """The state of a race after some rounds; formats are numbered as the rows of the arrays of losses.
 
     Attributes:
         sizes: bytes of each format.
-        dropped: a format that left -> the one of at most its bytes that is better, and the round.
-        worth: pairs (dearer, cheaper) of which the dearer is better beyond noise.
-        means: mean losses, where formats of equal bytes have an order.
-        rounds: that were decided.
-        windows: of all of them.
+        dropped: for each format that left, the better one of at most its bytes, and the round.
+        worth: pairs (larger, smaller) of formats in which the larger has less loss beyond noise.
+        means: mean loss of each format, which orders formats of equal bytes.
+        rounds: number of rounds decided.
+        windows: number of windows in these rounds.
     """
 
     sizes: Sequence[float]
@@ -108,11 +108,11 @@ class Race:
 
     @property
     def undecided(self) -> list[tuple[int, int]]:
-        """Pairs (cheaper, dearer) that are left and within noise, so that it is open whether the dearer is worth it."""
+        """Pairs (smaller, larger) of formats left in which the larger is not better beyond noise."""
         return [pair for pair in itertools.combinations(self.left, 2) if pair[::-1] not in self.worth]
 
     def ladder(self) -> list[int]:
-        """Formats of which each is better beyond noise than the one before it, beginning with the cheapest."""
+        """Formats left, beginning with the smallest, each better beyond noise than the one before it."""
         steps: list[int] = []
         for one in self.left:
             if not steps or (one, steps[-1]) in self.worth:

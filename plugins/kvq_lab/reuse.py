@@ -37,7 +37,7 @@ from kvq_lab.trajectory import Row, scored_rows
 
 
 def check(inputs: Inputs, method: Method) -> None:
-    """Raise `Unsupported` for a method whose cache no file holds, `ConfigError` for windows the model cannot take."""
+    """Raise `Unsupported` for a method whose cache cannot be saved, `ConfigError` for windows the model cannot take."""
     task: ReuseConfig = inputs.config.task
     inputs.check_context()
     if method.replaces_layers:
@@ -55,18 +55,18 @@ def _import_zstandard() -> Any:
 
 
 def byte_planes(tensor: Tensor) -> list[UInt8[np.ndarray, " numbers"]]:
-    """The bytes of a tensor's numbers by their place in a number, low ones first."""
+    """One array per byte of the dtype: that byte of each of the tensor's numbers, the lowest byte first."""
     flat = tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
     return list(np.ascontiguousarray(flat.reshape(-1, tensor.element_size()).T))
 
 
 def order0_bytes(plane: UInt8[np.ndarray, " numbers"]) -> float:
-    """What an ideal coder of independent bytes, which knows their frequencies, makes of them: n H / 8 bytes."""
+    """Size of `plane` in bytes by its order-0 entropy: n H / 8 for n bytes of H bits of Shannon entropy each."""
     return float(entropy(np.bincount(plane), base=2)) * len(plane) / 8 if len(plane) else 0.0
 
 
 def deflated_bytes(plane: UInt8[np.ndarray, " numbers"]) -> int:
-    """What DEFLATE makes of bytes at zlib's usual level: no header, no checksum (RFC 1951)."""
+    """Size of bytes in bytes after DEFLATE at zlib's default level, without header and checksum (RFC 1951)."""
     packer = zlib.compressobj(wbits=-zlib.MAX_WBITS)
     return len(packer.compress(plane.tobytes())) + len(packer.flush())
 
@@ -74,7 +74,7 @@ def deflated_bytes(plane: UInt8[np.ndarray, " numbers"]) -> int:
 def pass_through_file(
     cache: KVCache, inputs: Inputs, method: Method, folder: Path
 ) -> tuple[KVCache, dict[str, float], dict[str, float]]:
-    """Write a cache to a file in `folder`, compress, decompress and read it; the cache, seconds of steps, and bytes."""
+    """Save, compress, decompress and load a cache; returns the loaded one, seconds by step, and bytes by coding."""
     path, level, seconds = folder / "cache", inputs.config.task.level, dict[str, float]()
     with timed(seconds, "save"):
         cache.save(path)

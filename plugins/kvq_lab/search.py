@@ -39,7 +39,7 @@ class Settings:
         sampler: `nsga2` and `tpe` learn from earlier trials; `random` does not.
         objectives: metrics of the records, of which less is better.
         seed: of the sampler; not that of any run.
-        together: trials that are asked for at once; results follow from it.
+        together: trials that the sampler proposes at once; the results depend on it.
         winners: most trials of the frontier that are measured on the verdict's text.
         verdict: overrides under which winners are measured; none: there is no verdict.
         reference: the worst values that count in the hypervolume, one for each objective; None: those of `WORST`.
@@ -74,7 +74,7 @@ class Settings:
 
 @dataclass(frozen=True)
 class SearchAxis:
-    """A setting with its values, as words of a command line, or an interval of numbers."""
+    """A setting to search over, with its values as words of a command line, or with an interval of numbers."""
 
     name: str
     values: tuple[str, ...] = ()
@@ -113,7 +113,7 @@ class Space:
 
     @property
     def size(self) -> int | None:
-        """How many combinations there are; None: not finitely many."""
+        """Number of combinations of values; None: an axis is an interval."""
         if any(axis.interval is not None for axis in self.axes):
             return None
         return math.prod(len(axis.values) for axis in self.axes)
@@ -121,7 +121,7 @@ class Space:
 
 @dataclass
 class Trial:
-    """A trial: its words, key and values; no values where the run was refused or failed."""
+    """A run of a search: its overrides (`words`), record key and objective values; None where it failed (`reason`)."""
 
     words: list[str]
     key: str | None = None
@@ -165,7 +165,7 @@ class Search:
 
     @property
     def _identity(self) -> dict[str, Any]:
-        """What decides the result of a search: its axes, the overrides that all trials share, and its settings."""
+        """The inputs that determine a search's result: axes, overrides that all trials share, and settings."""
         fixed = [word for word in self.space.fixed if not word.startswith(_PLACE)]
         return {"axes": [asdict(axis) for axis in self.space.axes], "fixed": fixed, "settings": asdict(self.settings)}
 
@@ -191,14 +191,14 @@ class Search:
         return verdicts
 
     def winners(self) -> list[Trial]:
-        """Trials that no other beats in every objective, the first of equals, by the first objective."""
+        """Up to `settings.winners` trials on the Pareto frontier, one per record, sorted by the first objective."""
         known = {trial.key: trial for trial in reversed(self.trials) if trial.values is not None}
         points = [trial.values or [] for trial in known.values()]
         free = [trial for trial, beaten in zip(known.values(), dominated(points), strict=True) if not beaten]
         return sorted(free, key=lambda trial: trial.values or [])[: self.settings.winners]
 
     def hypervolumes(self) -> list[float]:
-        """The hypervolume after each trial."""
+        """The hypervolume of all trials up to each trial, as a share of the box up to the reference point."""
         points: list[list[float]] = []
         volumes = []
         for trial in self.trials:
@@ -252,24 +252,24 @@ def summary_lines(search: Search, verdicts: Sequence[Trial]) -> Iterator[str]:
     yield f"search: {len(done)} trials{size}, hypervolume {search.hypervolumes()[-1]:.4f}; {search.path}"
     by_words = {tuple(trial.words): trial for trial in verdicts}
     for trial in search.winners():
-        found = ", ".join(f"{name} {value:.4f}" for name, value in zip(objectives, trial.values or [], strict=True))
+        values = ", ".join(f"{name} {value:.4f}" for name, value in zip(objectives, trial.values or [], strict=True))
         verdict = by_words.get(tuple(trial.words))
         if verdict is None:
-            said = ""
+            outcome = ""
         elif verdict.values is None:
-            said = f"; verdict: {verdict.reason}"
+            outcome = f"; verdict: {verdict.reason}"
         else:
-            said = "; verdict: " + ", ".join(
+            outcome = "; verdict: " + ", ".join(
                 f"{name} {value:.4f}" for name, value in zip(objectives, verdict.values, strict=True)
             )
-        yield f"  {' '.join(trial.words)}: {found}{said}"
+        yield f"  {' '.join(trial.words)}: {values}{outcome}"
 
 
 def dominated(points: Sequence[Sequence[float]]) -> list[bool]:
-    """Of each point, whether another is at least as good in every coordinate and better in one."""
+    """For each point, whether another one is at most as large in every coordinate and smaller in one."""
     return [
-        any(all(a <= b for a, b in zip(other, own, strict=True)) and list(other) != list(own) for other in points)
-        for own in points
+        any(all(a <= b for a, b in zip(other, point, strict=True)) and list(other) != list(point) for other in points)
+        for point in points
     ]
 
 

@@ -36,7 +36,7 @@ Place = tuple[str, int]
 
 
 def ppl_settings(task: SensitivityConfig) -> PplConfig:
-    """The windows and the scoring, as `task=ppl` has them."""
+    """The settings of `task=ppl` with the same windows and scoring."""
     return PplConfig(
         windows=Windows.disjoint,
         context=task.context,
@@ -70,12 +70,12 @@ def check_heads(inputs: Inputs, method: Method) -> None:
 
 
 def count_layers(inputs: Inputs) -> int:
-    """Layers of the model that cache keys and values."""
+    """Number of layers of the model that cache keys and values."""
     return len(kv_layers_of(inputs.model.text_config))
 
 
 def count_heads(inputs: Inputs) -> int:
-    """KV heads of a layer."""
+    """Number of KV heads of a layer."""
     return int(inputs.model.text_config.num_key_value_heads)
 
 
@@ -91,7 +91,7 @@ def quantize_only(method: Method, places: Collection[Place], layers: int) -> Met
 
 
 def quantize_only_head(method: Method, place: Place, head: int, heads: int, layers: int) -> Method:
-    """The method for one of the heads of a place; all other heads and places stay in full precision."""
+    """The method with one head of one side of one layer quantized; all else stays in full precision."""
     side, layer = place
     codec = method.codec_of(side, layer)
     assert codec is not None
@@ -107,13 +107,13 @@ def random_sets(places: list[Place], count: int, seed: int) -> list[list[Place]]
 
 @dataclass(frozen=True)
 class Job:
-    """What one pass quantizes: places, or one head of one place."""
+    """What one pass quantizes: places, each a side and a layer, or one KV head of a single place."""
 
     places: list[Place]
     head: int | None = None
 
     def add_places(self, row: Mapping[str, Any]) -> dict[str, Any]:
-        """The row with its places: a side and a layer, a head of them, or lists of layers by side."""
+        """A copy of the row with the job's side and layer, its head and `of` (side, layer), or its layers by side."""
         if self.head is not None:
             return {**row, "head": self.head, "of": list(self.places[0])}
         if len(self.places) == 1:

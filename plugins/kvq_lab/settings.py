@@ -20,7 +20,7 @@ class ConversationConfig(ReadingConfig):
         conversations: passages of the text, spread evenly over it.
         turns: of each; a turn is `user` tokens that are read as a prompt, then `answer` tokens that are scored one by
             one, as if the model wrote them.
-        branches: last turns of other conversations that continue each first turn, forked and read anew; 0: none.
+        branches: last turns of other conversations that continue each first turn, from a fork and from a new cache.
     """
 
     name: str = "conversation"
@@ -41,17 +41,17 @@ class ConversationConfig(ReadingConfig):
 
     @property
     def turn(self) -> int:
-        """Tokens of a turn."""
+        """Number of tokens in a turn."""
         return self.user + self.answer
 
     @property
     def context(self) -> int:
-        """Tokens of a conversation."""
+        """Number of tokens in a conversation."""
         return self.turns * self.turn
 
 
 LimitHeads = enum.StrEnum("LimitHeads", "joint apart both")
-"""What of a token is coded together: keys or values of all KV heads, those of each head, or keys with values."""
+"""Which states of a token are coded together: keys or values of all KV heads, of each head, or keys with values."""
 
 
 @dataclass
@@ -62,7 +62,7 @@ class LimitConfig(CaptureConfig):
         heads: see `LimitHeads`.
         ridge: added to the diagonal of the Fisher information, as a share of its mean.
         left_out: first tokens of each window that do not count.
-        rates: bits at which the loss is a metric.
+        rates: mean bits per component for each of which the limit of the loss is a metric.
     """
 
     name: str = "limit"
@@ -101,8 +101,8 @@ class TrajectoryConfig(PassagesConfig):
 
     Attributes:
         temperature: of sampling, from uniform numbers that all methods share; None: greedy.
-        free: the method also writes texts of its own; without, it reads only full precision's, in a fifth of the time,
-            and leaves it at the first step at which it would choose another token.
+        free: the method also writes texts freely; without, it only reads full precision's text, in a fifth of the time,
+            and its first difference is the first step at which it would choose another token.
         draw: seed of the uniform numbers.
     """
 
@@ -121,7 +121,7 @@ class DriftConfig(TrajectoryConfig):
 
     Attributes:
         new_tokens: long enough to be cut into `parts`.
-        parts: of each text, in which distances are averaged.
+        parts: number of parts of each text; distances are averaged in each.
     """
 
     name: str = "drift"
@@ -155,7 +155,7 @@ class ReuseConfig(ReadingConfig):
 
     @property
     def context(self) -> int:
-        """Tokens of a window."""
+        """Number of tokens in a window: the stored prefix and the scored tokens after it."""
         return self.prefix + self.scored
 
 
@@ -198,7 +198,7 @@ class SpeculateConfig(PassagesConfig):
 
     Attributes:
         length: tokens drafted before the target reads them.
-        drafts: who drafts.
+        drafts: which of the two caches the draft reads, see `Drafts`.
     """
 
     name: str = "speculate"

@@ -31,8 +31,8 @@ class Rounds:
 
     Attributes:
         tokens: the text.
-        drafted: tokens that were drafted, by round.
-        accepted: of them those that the target would have written.
+        drafted: number of tokens drafted in each round.
+        accepted: number of those that the target would have written, in each round.
     """
 
     tokens: list[int]
@@ -41,7 +41,7 @@ class Rounds:
 
     @property
     def per_forward(self) -> float:
-        """Tokens of a round, which is one forward of the target."""
+        """Mean tokens written per round, which is one forward pass of the target."""
         return 1 + sum(self.accepted) / max(len(self.accepted), 1)
 
 
@@ -58,7 +58,7 @@ class Decoder:
         return cache, self.reader.read(cache, self.reader.tensor([tokens]))[0].argmax(-1).tolist()
 
     def draft(self, last: int, count: int) -> list[int]:
-        """Add the last token, and guess `count` tokens after it, which are not kept."""
+        """Read the last token into the cache and return the `count` greedy tokens that a fork of it writes next."""
         self.logits = self.reader.read(self.cache, self.reader.tensor([[last]]))[:, -1]
         (tokens,) = self.reader.write(self.cache.fork(), self.logits, count, lambda tokens: False)
         return tokens
@@ -117,7 +117,7 @@ def measure_speculate(inputs: Inputs, method: Method, baseline: Baseline | None,
 
 
 def acceptance_metrics(rows: Sequence[Row]) -> dict[str, float]:
-    """Share of drafted tokens accepted and tokens per forward, with standard errors over passages; equal texts."""
+    """Accepted share of drafted tokens, tokens per forward, with standard errors; share of texts equal to greedy."""
     drafted, accepted = ([sum(row[name]) for row in rows] for name in ("drafted", "accepted"))
     shares = [kept / count for kept, count in zip(accepted, drafted, strict=True) if count]
     speeds = [row["per_forward"] for row in rows if row["drafted"]]

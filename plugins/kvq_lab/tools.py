@@ -98,7 +98,7 @@ def _forbid_other_fields(schema: Schema) -> Schema:
 
 
 def _arguments_fit(arguments: Mapping[str, Any], allowed: Mapping[str, Sequence[Any]], loose: bool) -> bool:
-    """Whether all are known arguments with an allowed value (`is_allowed`); one with "" among them may be left out."""
+    """Whether each argument is a known one with an allowed value; those with "" allowed may be left out."""
     if not arguments.keys() <= allowed.keys():
         return False
     return all(
@@ -110,8 +110,7 @@ def _arguments_fit(arguments: Mapping[str, Any], allowed: Mapping[str, Sequence[
 def is_allowed(answer: Any, value: Any, loose: bool) -> bool:
     """Whether a value of an answer is an allowed one: numbers by value, lists in order, objects field by field.
 
-    Args:
-        loose: strings without case, spaces and the signs , . / - _ * ^, and with one kind of quote (BFCL's comparison).
+    `loose`: strings are compared after `_normalize`.
     """
     if isinstance(value, Mapping):
         allowed = {name: one if isinstance(one, list) else [one] for name, one in value.items()}
@@ -130,6 +129,7 @@ def is_allowed(answer: Any, value: Any, loose: bool) -> bool:
 
 
 def _normalize(text: str) -> str:
+    """Lower-case text without spaces and the signs , . / - _ * ^, with " for ' (BFCL's comparison)."""
     return re.sub(r"[ ,./\-_*^]", "", text).lower().replace("'", '"')
 
 
@@ -143,7 +143,7 @@ _UNTIL = ("\nRequest:", "\n\n")
 
 @dataclass(frozen=True)
 class ToolItem:
-    """One prompt in tokens."""
+    """One prompt: its request, and the tokens of the whole prompt."""
 
     request: Request
     prompt: tuple[int, ...]
@@ -162,10 +162,10 @@ def requests(inputs: Inputs) -> list[Request]:
         raise ConfigError(
             "task=tools: needs task.path and task.answers, files of the Berkeley Function Calling Leaderboard"
         )
-    found = inputs.shared("bfcl", (path, answers), lambda: read_bfcl(path, answers))
-    if task.shots >= len(found):
-        raise ConfigError(f"task.shots={task.shots}: task.path has {len(found)} requests, the one asked among them")
-    return found
+    items = inputs.shared("bfcl", (path, answers), lambda: read_bfcl(path, answers))
+    if task.shots >= len(items):
+        raise ConfigError(f"task.shots={task.shots}: task.path has {len(items)} requests, the one asked among them")
+    return items
 
 
 def draw_padding(inputs: Inputs, count: int) -> list[list[int]]:

@@ -41,8 +41,8 @@ _MOST = 8.0  # bits that are drawn
 def totals_table(records: Sequence[Record], store: Store) -> pd.DataFrame:
     """A line per run, shape and number of tokens in flight; empty where no run has tables.
 
-    Of a method with runs that keep the first token and others, those that keep it: waterfill does. Bits at the larger
-    shape are those that were measured, and tables from the layout (`table_bytes_at`); losses are the model's own.
+    A method with runs that keep the first token in full precision, as waterfill does, has only those. At the larger
+    shape, bits and losses are those of the measured model, and the bytes of tables from the layout (`table_bytes_at`).
     """
     wanted = [r for r in records if _is_drawn(r) and total_bits(r.metrics, IN_FLIGHT["32K"]) is not None]
     kept = {r.method for r in wanted if keeps_first(r)}

@@ -65,11 +65,11 @@ def check(inputs: Inputs, method: Method) -> None:
 
 
 class Draws:
-    """Gumbel noise of a passage's steps, the same for every method; none where texts are greedy.
+    """Chooses tokens with Gumbel noise per passage and step, the same for every method; without noise if greedy.
 
     Args:
-        task: gives `temperature` and the seed `draw`.
-        passage: its place.
+        task: has `temperature` (None: greedy) and the seed `draw`.
+        passage: index of the passage.
     """
 
     def __init__(self, task: TrajectoryConfig, passage: int) -> None:
@@ -84,7 +84,7 @@ class Draws:
         return (logits.double().cpu() / self.temperature + noise).argmax(-1).to(logits.device)
 
     def pick(self) -> Pick:
-        """Chooses the tokens of one text, step after step."""
+        """A function from a step's logits to its token, to be called for each step of one text in order."""
         steps = itertools.count()
         return lambda logits: self.choose(logits, next(steps))
 
@@ -100,14 +100,14 @@ class Writer:
     def write_freely(
         self, prompts: Sequence[Sequence[int]], first: int, reader: Reader | None = None
     ) -> tuple[list[list[int]], KVCache]:
-        """The continuation of each passage of a batch, and the cache that holds them; `first`: place of its first."""
+        """Continue each passage of a batch; returns the texts and their cache. `first`: index of its first passage."""
         reader = reader or self.reader
         cache, logits = reader.begin_together(prompts)
         picks = [Draws(self.task, first + row).pick() for row in range(len(prompts))]
         return reader.write(cache, logits, self.task.new_tokens, self.ends, picks), cache
 
     def write_with_other_rounding(self, prompts: Sequence[Sequence[int]]) -> dict[str, list[list[int]]]:
-        """Full precision's texts written in batches (`batch`) and with another cache dtype (`dtype`)."""
+        """Texts of full precision with other rounding: by batches (`batch`), and by another cache dtype (`dtype`)."""
         batches = [(start, prompts[start : start + _TOGETHER]) for start in range(0, len(prompts), _TOGETHER)]
         loaded = self.inputs.model
         wide = (loaded.cache_dtype or loaded.model.dtype) in (torch.float32, torch.float64)
@@ -126,14 +126,14 @@ class Writer:
 
         At the end the method's cache, which holds the text.
         """
-        given, tokens = self.full.tensor([prompt]), self.full.tensor([text])
-        (cache, logits), (plain, expected) = self.reader.begin(given), self.full.begin(given)
+        start_tokens, tokens = self.full.tensor([prompt]), self.full.tensor([text])
+        (cache, logits), (plain, expected) = self.reader.begin(start_tokens), self.full.begin(start_tokens)
         same, distances = [], []
         for start in range(0, len(text), _STEPS):
             piece = tokens[:, start : start + _STEPS]
             found, right = (
-                torch.cat([first[:, None], reader.read(own, piece)], 1)
-                for reader, own, first in ((self.reader, cache, logits), (self.full, plain, expected))
+                torch.cat([first[:, None], reader.read(held, piece)], 1)
+                for reader, held, first in ((self.reader, cache, logits), (self.full, plain, expected))
             )
             logits, expected = found[:, -1], right[:, -1]
             same += (draws.choose(found[0, :-1], start) == piece[0]).tolist()
@@ -143,7 +143,7 @@ class Writer:
 
 
 def first_difference(tokens: Sequence[int], full: Sequence[int]) -> int | None:
-    """Tokens before two texts differ; None: they are the same."""
+    """Number of equal tokens before two texts differ; None: they are the same."""
     return None if list(tokens) == list(full) else shared(tokens, full)
 
 
@@ -185,7 +185,7 @@ def measure(inputs: Inputs, method: Method, baseline: Baseline | None, journal: 
 
 
 def _departures(firsts: Sequence[int | None], rows: Sequence[Row], prefix: str = "") -> dict[str, float]:
-    """Share of texts that leave full precision's, and mean tokens before they do (all of one that never does)."""
+    """Share of texts that differ from full precision's, and mean tokens before they do (all of one that never does)."""
     share = statistics.fmean(first is not None for first in firsts)
     return {f"{prefix}left": share, f"{prefix}kept_tokens": statistics.fmean(_tokens_until_difference(firsts, rows))}
 

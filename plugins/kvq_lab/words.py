@@ -15,9 +15,9 @@ def run_command(
     failed: type[KvqError],
     needs_words: bool = True,
 ) -> int:
-    """The exit status of a command: that of `work`, or one line and 1 for an error of `failed`, 2 for any other.
+    """Run `work` on the words of a command and return its exit status; errors print one line: `failed` 1, others 2.
 
-    `--help` prints `usage` and gives 0, as no words at all where some are needed, which gives 2.
+    `--help` prints `usage` and returns 0; no words where `needs_words` print it and return 2.
     """
     words = sys.argv[1:] if arguments is None else list(arguments)
     if {"-h", "--help"} & set(words) or (needs_words and not words):
@@ -47,7 +47,7 @@ def parse_words(words: Sequence[str], names: Collection[str], bounds: bool = Fal
 
 
 def parse_number(name: str, text: str, says: str, fits: Callable[[float], bool]) -> float:
-    """A number. Raises: ConfigError: `text` is none, or does not fit, with what it `says` instead."""
+    """Parse a number. Raises: ConfigError: `text` is no number, or `fits` refuses it; `says` is what is expected."""
     try:
         value = float(text)
     except ValueError:
