@@ -174,7 +174,7 @@ def test_every_engine_is_known_and_has_one_colour_that_no_method_has() -> None:
     engines = {name: engine_of(name) for name in names}
     assert set(engines.values()) == {
         "llama.cpp", "ik_llama.cpp", "vLLM", "SGLang", "LMDeploy", "TensorRT-LLM", "MLX", "ExLlamaV2", "ExLlamaV3",
-        "OpenVINO",
+        "OpenVINO", "ONNX Runtime",
     }  # fmt: skip
     colours = {engine: {colour_of(name) for name in names if engines[name] == engine} for engine in engines.values()}
     assert all(len(found) == 1 for found in colours.values())

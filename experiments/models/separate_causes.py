@@ -1,0 +1,133 @@
+"""Which property of a model turns the order of KIVI and OScaR? Its states, changed in one property at a time.
+
+Each change keeps the function of the model: what is quantized is another form of the same keys and values, which
+is turned back before attention reads it.
+
+- `as they are`;
+- `one KV head`: all KV heads of a token as one head (Gemma 3 270M has one of 256 channels);
+- `heads of 64`: each head cut into heads of 64 channels;
+- `channels evened`: each RoPE pair of a key over its root mean square, which queries carry (as QK norms may);
+- `first token kept`: the attention sink in full precision.
+
+`python experiments/models/separate_causes.py --text wiki.test.jsonl` prints the error of attention outputs (mean over
+layers; those with and without windows apart) of KIVI, OScaR and its steps alone at 2 bits, all at once, over KIVI's,
+and writes results/bench/causes.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from state_statistics import MODELS, REAL, context_of
+from torch import Tensor
+
+from kvq.config import compose, resolve
+from kvq.diagnostics import attention_errors, reconstruct
+from kvq.methods.build import build_method
+from kvq.models.inputs import Inputs
+from kvq.tasks.measurement import LayerStates, block_of, capture_windows
+
+METHODS = ("kivi", "oscar", "oscar/cr_only", "oscar/ots_only")
+REPORT = Path(__file__).parents[2] / "results" / "bench" / "causes.json"
+Form = tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]
+"""To the form of states `[1, heads, tokens, dim]` that is quantized, and back."""
+
+
+def merged(x: Tensor) -> Tensor:
+    """All heads of a token as one."""
+    return x.transpose(1, 2).flatten(2)[:, None]
+
+
+def forms(layer: LayerStates) -> Iterator[tuple[str, Form, Form, int]]:
+    """Names, the forms of keys and of values, and how many first tokens stay exact."""
+    heads, dim = layer.key.shape[1], layer.key.shape[3]
+
+    def split(x: Tensor) -> Tensor:
+        return x.unflatten(-1, (heads, -1))[:, 0].transpose(1, 2)
+
+    def cut(x: Tensor) -> Tensor:
+        return x.unflatten(-1, (-1, 64)).transpose(2, 3).flatten(1, 2)
+
+    def joined(x: Tensor) -> Tensor:
+        return x.unflatten(1, (heads, -1)).transpose(2, 3).flatten(3)
+
+    pairs = layer.key.float().unflatten(-1, (2, -1)).square().mean((2, 3), keepdim=True)
+    size = pairs.sqrt().clamp_min(1e-6).expand(-1, -1, -1, 2, -1).flatten(3)
+    same: Form = (lambda x: x, lambda x: x)
+    evened: Form = (lambda x: x / size, lambda x: x * size)
+    yield "as they are", same, same, 0
+    if heads > 1:
+        yield "one KV head", (merged, split), (merged, split), 0
+    if dim > 64:
+        yield "heads of 64", (cut, joined), (cut, joined), 0
+    yield "channels evened", evened, same, 0
+    yield "first token kept", same, same, 1
+
+
+def errors_of(layer: LayerStates) -> dict[str, float]:
+    """Relative error of attention outputs, by `form: method`."""
+    found = {}
+    for form, key_form, value_form, kept in forms(layer):
+        states = {"key": (layer.key.float(), key_form), "value": (layer.value.float(), value_form)}
+        for name in METHODS:
+            read = []
+            for side, (x, (there, back)) in states.items():
+                wide = there(x)
+                method = build_method(name, bits=2, head_dim=wide.shape[-1])
+                codec = method.codec_of(side, layer.index)
+                assert codec is not None
+                x_hat = back(reconstruct(codec, wide.contiguous(), block_of(getattr(method.residual, side)), None))
+                x_hat[:, :, :kept] = x[:, :, :kept]
+                read.append(x_hat)
+            query, key, value = layer.query.float(), layer.key.float(), layer.value.float()
+            (error,) = attention_errors(layer.attention, query, key, value, [(read[0], read[1])])
+            found[f"{form}: {name}"] = float(error.output.mean())
+    return found
+
+
+def of_model(model: str, text: str | None, windows: int) -> dict[str, Any]:
+    """Errors of each kind of layers (all, with windows, without), by form and method."""
+    data = f"dataset=wikitext2 dataset.path={text}" if model in REAL else "dataset=pydocs"
+    task = f"task=error task.context={context_of(model)} task.windows={windows} method=kivi"
+    inputs = Inputs(resolve(compose([f"model={model}", *data.split(), *task.split()])))
+    rows: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
+
+    def add(layer: LayerStates) -> None:
+        kinds = ["all layers"]
+        if "sliding_attention" in (getattr(inputs.model.text_config, "layer_types", None) or ()):
+            kinds.append("without windows" if layer.attention.window is None else "with windows")
+        for name, error in errors_of(layer).items():
+            for kind in kinds:
+                rows[kind][name].append(error)
+
+    with torch.no_grad():
+        capture_windows(inputs, add)
+    return {kind: {name: sum(of) / len(of) for name, of in each.items()} for kind, each in rows.items()}
+
+
+def main() -> None:
+    """Measure, print ratios over KIVI in the same form, write the report."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--text", help="the WikiText-2 test split (jsonl), for the real models")
+    parser.add_argument("--models", nargs="+", default=MODELS)
+    parser.add_argument("--windows", type=int, default=1)
+    given = parser.parse_args()
+    report = json.loads(REPORT.read_text(encoding="utf-8")) if REPORT.is_file() else {}
+    for model in given.models:
+        report[model] = of_model(model, given.text, given.windows)
+        REPORT.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+        for kind, errors in report[model].items():
+            for form in dict.fromkeys(name.partition(":")[0] for name in errors):
+                kivi = errors[f"{form}: kivi"]
+                ratios = ", ".join(f"{name} {errors[f'{form}: {name}'] / kivi:.2f}" for name in METHODS[1:])
+                print(f"{model}, {kind}, {form}: kivi {kivi:.4f}; over it: {ratios}")
+
+
+if __name__ == "__main__":
+    main()
