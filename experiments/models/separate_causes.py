@@ -7,6 +7,7 @@ is turned back before attention reads it.
 - `one KV head`: all KV heads of a token as one head (Gemma 3 270M has one of 256 channels);
 - `heads of 64`: each head cut into heads of 64 channels;
 - `channels evened`: each RoPE pair of a key over its root mean square, which queries carry (as QK norms may);
+- `queries evened`: each RoPE pair of a key times the root mean square of its queries, which are divided by it;
 - `first token kept`: the attention sink in full precision.
 
 `python experiments/models/separate_causes.py --text wiki.test.jsonl` prints the error of attention outputs (mean over
@@ -57,16 +58,22 @@ def forms(layer: LayerStates) -> Iterator[tuple[str, Form, Form, int]]:
     def joined(x: Tensor) -> Tensor:
         return x.unflatten(1, (heads, -1)).transpose(2, 3).flatten(3)
 
-    pairs = layer.key.float().unflatten(-1, (2, -1)).square().mean((2, 3), keepdim=True)
-    size = pairs.sqrt().clamp_min(1e-6).expand(-1, -1, -1, 2, -1).flatten(3)
+    def pair_sizes(x: Tensor) -> Tensor:
+        """Root mean squares of the RoPE pairs of each KV head, for both channels of a pair."""
+        pairs = x.float().unflatten(1, (heads, -1)).unflatten(-1, (2, -1)).square().mean((2, 3, 4), keepdim=True)
+        return pairs.sqrt().clamp_min(1e-6).expand(-1, -1, -1, -1, 2, -1).flatten(4)[:, :, 0]
+
+    of_keys, of_queries = pair_sizes(layer.key), pair_sizes(layer.query)
     same: Form = (lambda x: x, lambda x: x)
-    evened: Form = (lambda x: x / size, lambda x: x * size)
+    keys_evened: Form = (lambda x: x / of_keys, lambda x: x * of_keys)
+    queries_evened: Form = (lambda x: x * of_queries, lambda x: x / of_queries)
     yield "as they are", same, same, 0
     if heads > 1:
         yield "one KV head", (merged, split), (merged, split), 0
     if dim > 64:
         yield "heads of 64", (cut, joined), (cut, joined), 0
-    yield "channels evened", evened, same, 0
+    yield "channels evened", keys_evened, same, 0
+    yield "queries evened", queries_evened, same, 0
     yield "first token kept", same, same, 1
 
 
