@@ -13,7 +13,7 @@ embedded one and a scoring, and `{{texts tiny_hard rho}}` one of the order of me
 `{{search smollm2_135m tpe 0}}` is the hypervolume that a search with a seed ended at, `mean` that of all its seeds.
 `{{predicted smollm2_135m both_output_error parallel}}` is Spearman's ρ of an error of states with losses, `{{states
 smollm2_135m key_kurtosis_raw}}` the mean over layers of a statistic, `{{rotated gemma3_270m 5}}` what rotating keys
-does to the noise of a layer's logits.
+does to the noise of a layer's logits, `{{cause tiny all_layers one_KV_head}}` OScaR's error over KIVI's in another form.
 Lines of their own, which the page does not have:
 
     <!-- alias: outliers = model=tiny_outliers -->
@@ -57,7 +57,7 @@ _SAID = ("metric", "as", "else")
 STAND_IN = "stand-in "
 TEXTS = "texts "
 SEARCH = "search "
-STATES = ("predicted ", "states ", "rotated ")
+STATES = ("predicted ", "states ", "rotated ", "cause ")
 Words = dict[str, str]
 
 
@@ -169,6 +169,8 @@ class Findings:
     def _of_states(self, kind: str, model: str, name: str, scoring: str = "") -> float:
         if kind == "predicted":
             return predictions.predicted(self._records, model, name, scoring)[0]
+        if kind == "cause":
+            return predictions.cause(model, name, scoring)
         if kind == "rotated":
             return predictions.rotation_noise(model)[0][int(name)]
         return predictions.mean_over_layers(model, name)

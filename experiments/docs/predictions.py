@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).parents[2]
 STATISTICS = ROOT / "results" / "bench" / "state_statistics.json"
+CAUSES = ROOT / "results" / "bench" / "causes.json"
 PICTURE = ROOT / "docs" / "order.png"
 REAL = {"smollm2_135m": "SmolLM2-135M", "gemma3_270m": "Gemma 3 270M"}
 MODELS = {**REAL, **{name: name for name in ("tiny", "tiny_outliers", "tiny_sinks", "tiny_hard")}}
@@ -71,6 +72,16 @@ def predicted(records: Sequence[Record], model: str, metric: str, scoring: str) 
     found, lost = errors(records, model, metric), losses(records, model, scoring)
     both = [name for name in found if name in lost]
     return spearman([found[name] for name in both], [lost[name] for name in both]).rho, len(both)
+
+
+def cause(model: str, kind: str, form: str) -> float:
+    """Error of attention outputs of OScaR over KIVI's in layers of a kind, keys and values in another form.
+
+    `kind` and `form`: as `experiments/models/separate_causes.py` names them, with `_` for spaces.
+    """
+    errors = json.loads(CAUSES.read_text(encoding="utf-8"))[model][kind.replace("_", " ")]
+    oscar, kivi = (float(errors[f"{form.replace('_', ' ')}: {method}"]) for method in ("oscar", "kivi"))
+    return oscar / kivi
 
 
 @functools.cache
