@@ -13,7 +13,7 @@ embedded one and a scoring, and `{{texts tiny_hard rho}}` one of the order of me
 `{{search smollm2_135m tpe 0}}` is the hypervolume that a search with a seed ended at, `mean` that of all its seeds.
 `{{predicted smollm2_135m both_output_error parallel}}` is Spearman's ρ of an error of states with losses, `{{states
 smollm2_135m key_kurtosis_raw}}` the mean over layers of a statistic, `{{rotated gemma3_270m 5}}` what rotating keys
-does to the noise of a layer's logits, `{{cause tiny all_layers one_KV_head}}` OScaR's error over KIVI's in another form.
+does to the noise of a layer's logits, `{{cause tiny all_layers one_KV_head}}` OScaR's error over KIVI's.
 Lines of their own, which the page does not have:
 
     <!-- alias: outliers = model=tiny_outliers -->
