@@ -79,7 +79,7 @@ class KVCache(PaddableCache, WatchfulCache):
         packed = attention == "packed"
         held = kv_layers_of(config)
         self._states = states_of(module, [layer.index for layer in held])
-        own = method.layers(config, held, keep_decoded, packed)
+        kv_layers = method.layers(config, held, keep_decoded, packed)
         if packed:
             if getattr(config, "kv_lora_rank", None):
                 raise Unsupported("attention=packed: the model expands the latent that it caches before it attends")
@@ -89,7 +89,7 @@ class KVCache(PaddableCache, WatchfulCache):
         self._held = {layer.index: (place, layer) for place, layer in enumerate(held)}
         self._windows = [window_of(config, index) for index in range(config.num_hidden_layers)]
         self._columns: dict[int | None, SourceColumns | None] = {}
-        super().__init__(layers=place_layers(held, own, self._states))
+        super().__init__(layers=place_layers(held, kv_layers, self._states))
         self._batch_layers[0].link(self._batch_layers)
         self.wants_hidden = any(side.wants_hidden for side in self._sides())
         self.bind_model(module, stacks)
@@ -143,6 +143,7 @@ class KVCache(PaddableCache, WatchfulCache):
 
     @token_by_token.setter
     def token_by_token(self, value: bool) -> None:
+        """Set it for all layers with keys and values."""
         for layer in self.kv_layers:
             layer.token_by_token = value
 
@@ -173,10 +174,11 @@ class KVCache(PaddableCache, WatchfulCache):
         if self._tables:
             layer.receive_rotations(tokens, angles(module, arguments), hidden)
         known = self._columns.get(layer.window)
-        found = self._columns[layer.window] = layer.columns_for(tokens, hidden.device, known)
-        return found
+        columns = self._columns[layer.window] = layer.columns_for(tokens, hidden.device, known)
+        return columns
 
     def _layer(self, index: int) -> Layer:
+        """The cache layer for layer `index` of the model."""
         return cast(Layer, self.layers[index])
 
     def activate_past_recording(self) -> None:
@@ -254,7 +256,12 @@ class KVCache(PaddableCache, WatchfulCache):
             table.keep(0)
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Remove the last `-tokens_to_remove` tokens. Raises: ConfigError, Unsupported: as `KVCacheLayer.crop`."""
+        """Remove the last `n` tokens by `crop(-n)`, as in transformers.
+
+        Raises:
+            ConfigError: a positive number.
+            Unsupported: a layer that cannot restore the state before these tokens.
+        """
         if tokens_to_remove and self._states:
             raise Unsupported(f"crop({tokens_to_remove}): model: {NO_CROP}")
         for layer in self._batch_layers:
@@ -320,8 +327,8 @@ class KVCache(PaddableCache, WatchfulCache):
         other._batch_layers[0].link(other._batch_layers)
         other._columns = {}
         if self._tables:
-            own = {id(layer.key.rope): layer.key.rope.fork() for layer in self.kv_layers}
+            tables = {id(layer.key.rope): layer.key.rope.fork() for layer in self.kv_layers}
             for layer in other.kv_layers:
-                layer.key.rope = layer.value.rope = own[id(layer.key.rope)]
-            other._tables = [own.get(id(table), table) for table in self._tables]
+                layer.key.rope = layer.value.rope = tables[id(layer.key.rope)]
+            other._tables = [tables.get(id(table), table) for table in self._tables]
         return other

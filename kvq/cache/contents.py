@@ -60,7 +60,7 @@ class StateLayer(LinearAttentionLayer):
         self._change_states(lambda state: state.repeat_interleave(repeats, 0))
 
     def _change_states(self, change: Callable[[Tensor], Tensor]) -> None:
-        """Replace every state tensor by `change` of it."""
+        """Replace every state tensor by what `change` makes of it."""
         for name in _PARTS:
             states = getattr(self, name)
             setattr(self, name, {key: None if state is None else change(state) for key, state in states.items()})
@@ -191,8 +191,8 @@ class CountedCache(Cache):
     @property
     def recompression(self) -> Recompression | None:
         """Errors from encoding packed tokens again, summed over all layers; None: the method never does that."""
-        found = [done for side in self._sides() if (done := getattr(side, "recompression", None)) is not None]
-        return Recompression(*map(sum, zip(*found, strict=True))) if found else None
+        reports = [done for side in self._sides() if (done := getattr(side, "recompression", None)) is not None]
+        return Recompression(*map(sum, zip(*reports, strict=True))) if reports else None
 
 
 def states_of(model: Any, layers: Sequence[int]) -> dict[int, StateLayer]:
@@ -212,9 +212,9 @@ def states_of(model: Any, layers: Sequence[int]) -> dict[int, StateLayer]:
     return {index: StateLayer(count) for index in sorted(wanted)}
 
 
-def place_layers(held: Sequence[KvLayer], own: Sequence[Any], states: Mapping[int, StateLayer]) -> list[Any]:
-    """All layers in the model's order: `own[i]` for attention `held[i]`, `states` for layers without attention."""
-    by_index: dict[int, Any] = {**states} | {layer.index: one for layer, one in zip(held, own, strict=True)}
+def place_layers(held: Sequence[KvLayer], kv_layers: Sequence[Any], states: Mapping[int, StateLayer]) -> list[Any]:
+    """All layers in the model's order: `kv_layers[i]` for attention `held[i]`, `states` for layers without one."""
+    by_index: dict[int, Any] = {**states} | {layer.index: one for layer, one in zip(held, kv_layers, strict=True)}
     return [by_index[index] for index in sorted(by_index)]
 
 
@@ -245,13 +245,13 @@ def bytes_together(caches: Sequence[CountedCache]) -> int:
     Of a tensor that forks share, the rows of the longest fork count. Other storage (sinks, kept keys, recurrent states,
     transformers' own caches) counts for each cache.
     """
-    own, shared = 0, dict[int, int]()
+    unshared, shared = 0, dict[int, int]()
     for cache in caches:
         views = dict[int, int]()
         for side in cache._sides():  # packed parts and full-precision tokens, as views of the rows written
             full = getattr(side, "_full", None)
             parts = [part for packed in getattr(side, "packed", ()) for part in packed.parts.values()]
             views |= {view.data_ptr(): view.nbytes for view in [*parts, *([] if full is None else [full.view])]}
-        own += cache.nbytes - sum(views.values())
+        unshared += cache.nbytes - sum(views.values())
         shared |= {place: max(size, shared.get(place, 0)) for place, size in views.items()}
-    return own + sum(shared.values())
+    return unshared + sum(shared.values())

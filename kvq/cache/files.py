@@ -118,14 +118,14 @@ def read(path: Path, about: Mapping[str, Any]) -> dict[str, Any]:
     return content
 
 
-def _difference(theirs: Any, own: Any, name: str) -> str | None:
-    """Describe the first setting, below `name`, in which a file (`theirs`) differs from `own`; None: none does."""
-    if isinstance(theirs, Mapping) and isinstance(own, Mapping):
-        names = sorted(own.keys() | theirs.keys())
-        differences = (_difference(theirs.get(key), own.get(key), f"{name}.{key}") for key in names)
+def _difference(theirs: Any, ours: Any, name: str) -> str | None:
+    """Describe the first setting, below `name`, in which a file (`theirs`) differs from `ours`; None: none does."""
+    if isinstance(theirs, Mapping) and isinstance(ours, Mapping):
+        names = sorted(ours.keys() | theirs.keys())
+        differences = (_difference(theirs.get(key), ours.get(key), f"{name}.{key}") for key in names)
         return next(filter(None, differences), None)
-    texts = ("null" if value is None else str(value)[:60] for value in (theirs, own))
-    return None if theirs == own else "{}={}, here it is {}".format(name[1:], *texts)
+    texts = ("null" if value is None else str(value)[:60] for value in (theirs, ours))
+    return None if theirs == ours else "{}={}, here it is {}".format(name[1:], *texts)
 
 
 def fill(
@@ -156,8 +156,8 @@ def fill(
         vars(table).update(on(held[groups.index(place)].index, state)[0])
     for layer, kv, state in zip(layers, held, content["layers"], strict=True):
         layer.read(*on(kv.index, state))
-    for number, own in states.items():
-        own.read(*on(number, content["states"][number]))
+    for number, empty in states.items():
+        empty.read(*on(number, content["states"][number]))
 
 
 def digest(tensors: Mapping[str, Tensor]) -> str:

@@ -92,25 +92,25 @@ class WatchfulCache(Cache):
 
 def register_hooks(model: nn.Module) -> tuple[list[nn.Module], list[nn.Module]]:
     """Register the hooks on a model, once, and return its stacks and attentions; other caches are not affected."""
-    parts, found = stacks(model), attentions(base_of(model))
+    parts, attending = stacks(model), attentions(base_of(model))
     name = type(model).__name__
     if not parts:
         raise Unsupported(f"model: {name} takes no past_key_values, so that no cache can keep its keys and values")
-    if not found:
+    if not attending:
         raise Unsupported(
             f"model: {name} has no attention that takes hidden_states, attention_mask and past_key_values, by which a "
             "cache follows it"
         )
-    if not any(getattr(module, "is_causal", True) for module in found):
+    if not any(getattr(module, "is_causal", True) for module in attending):
         raise Unsupported(f"model: {name} reads later tokens too; a decoder has config.is_decoder=True")
-    layers = [module for module in model.modules() if any(child in found for child in module.children())]
-    hooks: Any = ((parts, _begin_forward), (found, _prepare_attention), (layers, _pass_hidden))
+    layers = [module for module in model.modules() if any(child in attending for child in module.children())]
+    hooks: Any = ((parts, _begin_forward), (attending, _prepare_attention), (layers, _pass_hidden))
     for module, hook in ((module, hook) for modules, hook in hooks for module in modules):
         if hook not in module._forward_pre_hooks.values():
             module.register_forward_pre_hook(hook, with_kwargs=True)
             if hook is _begin_forward:
                 module.register_forward_hook(_end_forward, with_kwargs=True, always_call=True)
-    return parts, found
+    return parts, attending
 
 
 def stacks(model: nn.Module) -> list[nn.Module]:
@@ -123,7 +123,7 @@ def stacks(model: nn.Module) -> list[nn.Module]:
 
 
 def _takes(module: nn.Module, *groups: Sequence[str]) -> bool:
-    """Whether a module takes an argument of each group of names."""
+    """Whether a module's `forward` has, for each group of names, a parameter of one of them."""
     names = signature(type(module).forward).parameters
     return all(any(name in names for name in group) for group in groups)
 
@@ -178,8 +178,8 @@ def call_before(modules: Sequence[nn.Module], tell: Callable[[Any, dict[str, Any
 def _cache_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The first of a forward's arguments that is a `WatchfulCache`; None: none is."""
     items = (*kwargs.values(), *args)
-    own = (item.self_attention_cache if isinstance(item, EncoderDecoderCache) else item for item in items)
-    return next((item for item in own if isinstance(item, WatchfulCache)), None)
+    caches = (item.self_attention_cache if isinstance(item, EncoderDecoderCache) else item for item in items)
+    return next((item for item in caches if isinstance(item, WatchfulCache)), None)
 
 
 @torch.compiler.disable
@@ -260,7 +260,7 @@ def masks_each_query(model: nn.Module) -> bool:
 
 
 def _adds_bias(module: nn.Module, arguments: dict[str, Any]) -> bool:
-    """Whether an attention adds a bias by the distance of tokens: an argument `position_bias`, or its own."""
+    """Whether an attention adds a bias by token distance: its argument `position_bias`, or one that it computes."""
     return arguments.get("position_bias") is not None or hasattr(module, "relative_attention_bias")
 
 
@@ -311,9 +311,10 @@ def padding_of(mask: Any) -> list[int] | None:
 
 
 def check_distances(module: Any, index: int, arguments: dict[str, Any], seen: int, shuffled: bool) -> None:
-    """Raise `Unsupported` for a distance that a layer with evicted or reordered tokens does not keep.
+    """Raise `Unsupported` where an attention needs token distances, in a layer with evicted or reordered tokens.
 
-    That is a bias (ALiBi, position_bias), or a window that `seen` tokens exceed where their order is lost (`shuffled`).
+    It does for a bias (ALiBi, position_bias), or for a window shorter than `seen` tokens whose order is lost
+    (`shuffled`).
     """
     if arguments.get("alibi") is not None or _adds_bias(module, arguments):
         raise Unsupported(

@@ -58,7 +58,7 @@ class Layer(CacheLayerMixin):
 
     @property
     def is_sliding(self) -> bool:
-        """Whether the layer has a window; transformers makes its mask by this."""
+        """Whether the layer has a sliding window; transformers reads this when it makes the layer's mask."""
         return self.window is not None
 
     @property
@@ -87,9 +87,9 @@ class Layer(CacheLayerMixin):
     def receive_hidden(self, hidden: Tensor) -> None:
         """Receive the hidden states `[batch, tokens, channels]` at the layer's input, before `update`."""
 
-    def receive_rotations(self, tokens: int, given: tuple[Tensor, Tensor] | None, like: Tensor) -> None:
+    def receive_rotations(self, tokens: int, tables: tuple[Tensor, Tensor] | None, like: Tensor) -> None:
         """Receive the RoPE tables of the next tokens: cosines and sines `[rows, tokens, columns]` (None: no RoPE)."""
-        self.key.rope.extend(self.get_seq_length(), tokens, given, like)
+        self.key.rope.extend(self.get_seq_length(), tokens, tables, like)
 
     def observe(self, attended: Attended) -> None:
         """Receive the queries and keys of an attention, after `update`."""
@@ -129,7 +129,7 @@ class Layer(CacheLayerMixin):
 
     @abc.abstractmethod
     def batch_select_indices(self, indices: Tensor) -> None:
-        """Keep (and repeat) batch entries by index."""
+        """Replace the batch by its sequences `indices`, which may repeat (beam search)."""
 
     @abc.abstractmethod
     def columns_for(self, queries: int, device: torch.device, known: SourceColumns | None) -> SourceColumns | None:
@@ -271,6 +271,7 @@ class KVCacheLayer(Layer):
         return Unsupported(f"model: {label} attends in a way that kvq cannot follow")
 
     def record(self, on: bool) -> None:
+        """Switch recording on or off, and forget the recorded update."""
         super().record(on)
         self._candidates = self._recorded = None
 
@@ -308,8 +309,8 @@ class KVCacheLayer(Layer):
         return skip_hidden(keys, self._hidden_tokens), skip_hidden(values, self._hidden_tokens)
 
     def write(self) -> dict[str, Any]:
-        own = {name: getattr(self, name) for name in self.saved} if self.is_initialized else {}
-        return {"key": self.key.write(), "value": self.value.write(), "own": own}
+        attributes = {name: getattr(self, name) for name in self.saved} if self.is_initialized else {}
+        return {"key": self.key.write(), "value": self.value.write(), "own": attributes}
 
     def read(self, state: dict[str, Any], device: torch.device) -> None:
         self.key.read(state["key"])
@@ -346,7 +347,7 @@ class KVCacheLayer(Layer):
             side.check_crop(remove)
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Remove the last `-tokens_to_remove` tokens (a negative number, as in transformers), as if they never came."""
+        """Remove the last `n` tokens by `crop(-n)`, as in transformers; the state is as if they had never come."""
         self.check_crop(tokens_to_remove)
         remove, recorded, self._recorded = -tokens_to_remove, self._recorded, None
         try:

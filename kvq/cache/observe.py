@@ -57,24 +57,24 @@ def hook_attention_functions(module: nn.Module, see: See) -> Callable[[], None]:
     return lambda: setattr(source, INTERFACE, functions)
 
 
-def scaling_of(module: nn.Module, query: Tensor, given: dict[str, Any], *unknown: str) -> float:
-    """The scale of an attention's logits; `Unsupported` if its arguments `given` have a term that kvq cannot compute.
+def scaling_of(module: nn.Module, query: Tensor, arguments: dict[str, Any], *unknown: str) -> float:
+    """The scale of an attention's logits; `Unsupported` if its `arguments` have a term that kvq cannot compute.
 
     `unknown`: names of such terms, besides `s_aux` and `position_bias`.
     """
     for name in ("s_aux", "position_bias", *unknown):
-        if given.get(name) is not None:
+        if arguments.get(name) is not None:
             raise Unsupported(
                 f"model: {type(module).__name__} attends with {name}, which is followed where the model's own "
                 "attention runs (cache.attention=dense, methods that need no attention weights)"
             )
-    scaling = given.get("scaling")
+    scaling = arguments.get("scaling")
     return query.shape[-1] ** -0.5 if scaling is None else float(scaling)
 
 
 @dataclass(frozen=True)
 class Attended:
-    """Queries of one forward of a layer and the keys they read, newest last.
+    """Queries of one forward of a layer and the keys that they read; the last key is that of the last query.
 
     `mask`: the model's attention mask (None: causal); boolean, or added to the logits.
     """
@@ -105,6 +105,6 @@ class Attended:
         return torch.softmax(logits, -1).unflatten(1, (self.key.shape[1], -1))
 
     def chunks(self) -> Iterator[Float[Tensor, "batch kv_heads shared rows tokens"]]:
-        """Yield the weights of all queries, `QUERY_CHUNK` at a time."""
+        """Yield the attention weights of all queries, `QUERY_CHUNK` queries at a time, as `weights` does."""
         for rows in torch.arange(self.query.shape[2], device=self.query.device).split(QUERY_CHUNK):
             yield self.weights(rows)

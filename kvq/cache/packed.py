@@ -43,9 +43,9 @@ class SelfAttending(abc.ABC):
 
     @abc.abstractmethod
     def attend(
-        self, module: nn.Module, query: Tensor, values: Any, mask: Tensor | None, given: dict[str, Any]
+        self, module: nn.Module, query: Tensor, values: Any, mask: Tensor | None, arguments: dict[str, Any]
     ) -> Float[Tensor, "batch one heads dim"]:
-        """Output for one new token per sequence; `given`: further arguments of the model's attention function."""
+        """Output for one new token per sequence; `arguments`: the others of the model's attention function, by name."""
 
 
 @dataclass(frozen=True)
@@ -56,11 +56,11 @@ class PackedKeys(SelfAttending):
     hidden: int = 0
 
     def attend(
-        self, module: nn.Module, query: Tensor, values: Any, mask: Tensor | None, given: dict[str, Any]
+        self, module: nn.Module, query: Tensor, values: Any, mask: Tensor | None, arguments: dict[str, Any]
     ) -> Float[Tensor, "batch one heads dim"]:
-        scaling = scaling_of(module, query, given, "alibi")
-        first = self.hidden + first_seen(mask, self.states.tokens - self.hidden, given.get("sliding_window"))
-        out = attend(query, self.states, values, scaling, first, given.get("softcap"))
+        scaling = scaling_of(module, query, arguments, "alibi")
+        first = self.hidden + first_seen(mask, self.states.tokens - self.hidden, arguments.get("sliding_window"))
+        out = attend(query, self.states, values, scaling, first, arguments.get("softcap"))
         return out.transpose(1, 2).contiguous()
 
 
@@ -114,7 +114,7 @@ def packed_layer(like: KVCacheLayer, side: Callable[[CacheSide], PackedSide]) ->
 
 
 def use_packed_attention(model: nn.Module) -> None:
-    """Switch a model to attention functions that also read packed codes; `Unsupported` for others than `ORIGINALS`."""
+    """Switch a model to attention that also reads packed codes; `Unsupported`: its function is not in `ORIGINALS`."""
     base = base_of(model)
     configs = {module: getattr(module, "config", None) for module in attentions(base)}
     for module, config in configs.items():
@@ -136,19 +136,19 @@ def _function(original: str) -> Callable[..., tuple[Tensor, Tensor | None]]:
     """The attention function `original` of transformers, except that a `SelfAttending` key computes by itself."""
 
     def attention(
-        module: nn.Module, query: Tensor, key: Any, value: Any, attention_mask: Tensor | None, **given: Any
+        module: nn.Module, query: Tensor, key: Any, value: Any, attention_mask: Tensor | None, **arguments: Any
     ) -> tuple[Tensor, Tensor | None]:
         if isinstance(key, SelfAttending):
-            return key.attend(module, query, value, attention_mask, given), None
+            return key.attend(module, query, value, attention_mask, arguments), None
         eager: Any = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
         plain = ALL_ATTENTION_FUNCTIONS.get_interface(original, eager)
-        return plain(module, query, key, value, attention_mask, **given)
+        return plain(module, query, key, value, attention_mask, **arguments)
 
     return attention
 
 
 def first_seen(mask: Tensor | None, tokens: int, window: int | None) -> int:
-    """Index of the first of `tokens` tokens that the mask shows, or the window if it is None; `Unsupported`: gaps."""
+    """Index of the first of `tokens` tokens that the mask (None: the window) shows; `Unsupported`: a mask with gaps."""
     if mask is None:
         return 0 if window is None else max(0, tokens - window)
     seen = mask if mask.dtype is torch.bool else mask > torch.finfo(mask.dtype).min / 2
@@ -170,13 +170,13 @@ class DenseStates(SelfAttending):
     states: Float[Tensor, "batch heads tokens head_dim"]
 
     def attend(
-        self, module: nn.Module, query: Tensor, values: Any, mask: Tensor | None, given: dict[str, Any]
+        self, module: nn.Module, query: Tensor, values: Any, mask: Tensor | None, arguments: dict[str, Any]
     ) -> Float[Tensor, "batch one heads dim"]:
         batch, heads, _, dim = query.shape
-        first = first_seen(mask, self.states.shape[2], given.get("sliding_window"))
+        first = first_seen(mask, self.states.shape[2], arguments.get("sliding_window"))
         keys, read = self.states[:, :, first:], values.states[:, :, first:]
         rows = query.reshape(batch, keys.shape[1], -1, dim)
-        out = nn.functional.scaled_dot_product_attention(rows, keys, read, scale=given.get("scaling"))
+        out = nn.functional.scaled_dot_product_attention(rows, keys, read, scale=arguments.get("scaling"))
         return out.reshape(batch, 1, heads, -1)
 
 

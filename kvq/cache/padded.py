@@ -100,13 +100,13 @@ class PaddedLayer(Layer):
         for part in self.parts:
             part.layer.receive_hidden(part.unpad(hidden, self._seen))
 
-    def receive_rotations(self, tokens: int, given: tuple[Tensor, Tensor] | None, like: Tensor) -> None:
+    def receive_rotations(self, tokens: int, tables: tuple[Tensor, Tensor] | None, like: Tensor) -> None:
         for part in self.parts:
-            table = None if given is None else tuple(part.unpad(one, self._seen) for one in given)
-            part.layer.receive_rotations(tokens - max(part.padding - self._seen, 0), table, like)
+            unpadded = None if tables is None else tuple(part.unpad(table, self._seen) for table in tables)
+            part.layer.receive_rotations(tokens - max(part.padding - self._seen, 0), unpadded, like)
 
     def columns_for(self, queries: int, device: torch.device, known: SourceColumns | None) -> SourceColumns | None:
-        """None; raises `Unsupported` where a part would need copies of tokens."""
+        """Return None, one column per token; `Unsupported`: only some of the queries are to read a token decoded."""
         for part in self.parts:
             if part.layer.columns_for(queries - max(part.padding - self._seen, 0), device, None) is not None:
                 raise Unsupported(
@@ -123,8 +123,8 @@ class PaddedLayer(Layer):
         out = [states.new_zeros(*states.shape[:2], columns, states.shape[3]) for states in (key_states, value_states)]
         for part in self.parts:
             start = max(part.padding - self._seen, 0)
-            own = (states[part.rows][:, :, start:] for states in (key_states, value_states))
-            for whole, read in zip(out, part.layer.update(*own, *args, **kwargs), strict=True):
+            unpadded = (states[part.rows][:, :, start:] for states in (key_states, value_states))
+            for whole, read in zip(out, part.layer.update(*unpadded, *args, **kwargs), strict=True):
                 whole[part.rows, :, columns - read.shape[2] :] = read
         self._seen += key_states.shape[2]
         return out[0], out[1]
@@ -182,8 +182,8 @@ class PaddableCache(CountedCache):
     @property
     def padding(self) -> Sequence[int] | None:
         """Columns of padding before the first token of each sequence; None: none."""
-        found: Sequence[int] | None = self._batch_layers[0].padding
-        return found if found is not None and any(found) else None
+        padding: Sequence[int] | None = self._batch_layers[0].padding
+        return padding if padding is not None and any(padding) else None
 
     @property
     def is_parted(self) -> bool:
@@ -206,16 +206,16 @@ class PaddableCache(CountedCache):
 
     def pad(self, padding: Sequence[int] | None) -> None:
         """Set the columns of padding before the first token of each sequence; only while the cache is empty."""
-        given = "attention_mask: padding"
+        setting = "attention_mask: padding"
         if padding is None or self.get_seq_length():
-            raise Unsupported(f"{given} of the cached tokens differs; give that of the prompts in every forward")
+            raise Unsupported(f"{setting} of the cached tokens differs; give that of the prompts in every forward")
         if (reason := self.no_padding_reason) is not None:
-            raise Unsupported(f"{given}: {reason}; batch prompts of equal length, or run them one by one")
+            raise Unsupported(f"{setting}: {reason}; batch prompts of equal length, or run them one by one")
         layers = [PaddedLayer(layer, padding) for layer in self.kv_layers]
-        own: dict[tuple[int, int], RopeTable] = {}
+        tables: dict[tuple[int, int], RopeTable] = {}
         for layer, group in zip(layers, self._groups, strict=False):  # no groups where nothing undoes rotations
             for part in layer.parts:
-                table = own.setdefault((part.padding, group), RopeTable(self._tables[group].style))
+                table = tables.setdefault((part.padding, group), RopeTable(self._tables[group].style))
                 part.layer.key.rope = part.layer.value.rope = table
         self._set_layers(layers)
 
@@ -324,7 +324,7 @@ class JoinedLayer(KVCacheLayer):
 
 
 def _select_heads(read: Any, which: slice) -> Any:
-    """The heads `which` of a side's result: of states, `PackedStates`, or a pair of states of which one may be None."""
+    """The heads `which` of what a side returned: states, `PackedStates`, or two states of which one may be None."""
     if isinstance(read, PackedStates):
         return read.select_heads(which)
     if isinstance(read, Tensor):

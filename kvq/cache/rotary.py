@@ -26,9 +26,10 @@ _PROBED: weakref.WeakKeyDictionary[nn.Module, list[tuple[Style | None, int]]] = 
 
 @dataclass(frozen=True)
 class Style:
-    """The layout of a RoPE: `columns` of the cosine and sine tables with one angle per channel pair, and the pairs.
+    """The layout of a RoPE: which columns of the cosine and sine tables to use, and which channels form a pair.
 
-    `interleaved`: channels 2i and 2i + 1 are a pair (GPT-J), else i and i + rotary_dim / 2 (Llama).
+    `columns`: those that hold the angle of each channel pair once. `interleaved`: channels 2i and 2i + 1 are a pair
+    (GPT-J), else i and i + rotary_dim / 2 (Llama).
     """
 
     columns: Literal["first_half", "even", "every"]
@@ -53,7 +54,7 @@ STYLES = (
 
 
 class RopeTable:
-    """RoPE rotations (cosines, sines) of a cache's tokens, shared by layers that rotate alike; not in stored bytes."""
+    """RoPE rotations (cosines, sines) of a cache's tokens, shared by layers that rotate alike; not in `nbytes`."""
 
     saved = ("_parts",)
     """Attributes that a file contains, as it has no positions from which to compute them."""
@@ -78,15 +79,15 @@ class RopeTable:
         rope = self.rope
         return rope.narrow(tokens, rope.tokens - tokens) if tokens else rope
 
-    def extend(self, held: int, queries: int, given: tuple[Tensor, Tensor] | None, like: Tensor) -> None:
-        """Add the rotations `given` (None: none, with dtype of `like`) of `queries` tokens after the first `held`."""
+    def extend(self, held: int, queries: int, tables: tuple[Tensor, Tensor] | None, like: Tensor) -> None:
+        """Add `tables` (None: empty ones, typed as `like`) as the rotations of `queries` tokens after the first `held`."""
         if self.tokens == held + queries:
             return
-        if self.style is None or given is None:
+        if self.style is None or tables is None:
             none = like.new_zeros(1, queries, 0)
             rope = Rope(none, none)
         else:
-            cos, sin = given
+            cos, sin = tables
             if len(cos) > 1 and not all(torch.equal(part, part[:1].expand_as(part)) for part in (cos, sin)):
                 raise Unsupported(
                     "position_ids: a method that undoes rotary embeddings needs the same for every sequence"
@@ -110,9 +111,9 @@ class RopeTable:
 
 def angles(module: Any, arguments: dict[str, Any]) -> tuple[Tensor, Tensor] | None:
     """The tables `[rows, tokens, columns]` of cosines and sines in an attention's arguments; None: it has none."""
-    given = arguments.get("position_embeddings")
-    if given is not None:
-        cos, sin = given
+    cos_sin = arguments.get("position_embeddings")
+    if cos_sin is not None:
+        cos, sin = cos_sin
         if cos.ndim == 4:  # one table per axis of an image, the same for text
             if not torch.equal(cos, cos[:1].expand_as(cos)):
                 raise Unsupported("position_ids: a method that undoes rotary embeddings takes text, not images")
@@ -160,9 +161,9 @@ def styles_of(model: Any) -> list[tuple[Style | None, int]]:
     tables: list[tuple[Style | None, Tensor | None]] = []
     for layer in sorted(recorder.seen):
         module, arguments = calls[layer]
-        given = angles(module, arguments)
-        style = _find_style(module, arguments, recorder.seen[layer], given)
-        cos = None if style is None or given is None else given[0]
+        cos_sin = angles(module, arguments)
+        style = _find_style(module, arguments, recorder.seen[layer], cos_sin)
+        cos = None if style is None or cos_sin is None else cos_sin[0]
         group = next((i for i, known in enumerate(tables) if _rotate_alike(known, (style, cos))), len(tables))
         if group == len(tables):
             tables.append((style, cos))
@@ -179,11 +180,11 @@ def _rotate_alike(first: tuple[Style | None, Tensor | None], second: tuple[Style
 
 
 def _find_style(
-    module: Any, arguments: dict[str, Any], keys: Tensor, given: tuple[Tensor, Tensor] | None
+    module: Any, arguments: dict[str, Any], keys: Tensor, cos_sin: tuple[Tensor, Tensor] | None
 ) -> Style | None:
-    """The style that produced `keys` from an attention's arguments and tables `given` (None: it rotates nothing)."""
+    """The style that produced `keys` from an attention's arguments and tables `cos_sin` (None: it rotates nothing)."""
     tolerance = _TOLERANCE.get(keys.dtype, 2e-2)
-    if given is None:  # nothing says how they turn; then moving tokens must move their keys and nothing else
+    if cos_sin is None:  # nothing says how they turn; then moving tokens must move their keys and nothing else
         moved = _rerun_keys(module, arguments | {"hidden_states": arguments["hidden_states"].roll(1, 1)})
         if _relative_error(moved, keys.roll(1, 2)) <= tolerance:
             return None
@@ -198,7 +199,7 @@ def _find_style(
     if _relative_error(still, keys) <= tolerance:  # it is handed tables and does not use them (Falcon with ALiBi)
         return None
     for style in STYLES:
-        rope = style.rope(given[0][:1], given[1][:1])
+        rope = style.rope(cos_sin[0][:1], cos_sin[1][:1])
         if 2 * rope.cos.shape[-1] <= keys.shape[-1] and rope.cos.shape[-1] == rope.sin.shape[-1]:
             one = Rope(rope.cos[:, None], rope.sin[:, None], rope.interleaved)
             wide = keys.to(rope.cos.dtype)
@@ -211,8 +212,8 @@ def _find_style(
 def _rerun_keys(module: Any, arguments: dict[str, Any]) -> Tensor:
     """Call an attention with these arguments and an empty cache; return the keys it adds."""
     recorder = KeyRecorder(None)
-    given = {name: recorder if isinstance(value, DynamicCache) else value for name, value in arguments.items()}
-    module(**given)
+    replaced = {name: recorder if isinstance(value, DynamicCache) else value for name, value in arguments.items()}
+    module(**replaced)
     return recorder.seen[layer_number(module, arguments)]
 
 

@@ -21,7 +21,7 @@ from kvq.errors import DataError, Unsupported
 
 
 def reads_at_once(device: torch.device) -> bool:
-    """Whether reading a number of this device costs nothing: no work is queued on it."""
+    """Whether a number on this device can be read without waiting for queued work, as on a CPU."""
     return device.type == "cpu"
 
 
@@ -149,9 +149,10 @@ class CacheSide:
         return self._append(states, self._past, self._visible)
 
     def _append(self, states: States, past: Callable[[], Any], visible: Callable[[], Any]) -> Any:
-        """Add states; return `past()` if each update is encoded at once, else `visible()`, called before the flush.
+        """Add states and return what attention reads, by `past` or by `visible`, decoded or in stored form.
 
-        `past` reads the packed tokens, `visible` all cached tokens, decoded or in another form.
+        Where every update is encoded at once: `past()`, all packed tokens, called after the new ones are encoded. Else:
+        `visible()`, all cached tokens, called before those that leave the residual are encoded.
         """
         first = self._receive(states)
         if self.codec is not None and self._encodes_at_once:
@@ -202,7 +203,11 @@ class CacheSide:
         return visible, None if decoded is None else decoded[:, :, :moved]
 
     def append_then_steps(self, states: States, head: int) -> tuple[States, States | None]:
-        """Add the first `head` tokens by `append` and the others by `append_in_steps`; return as the latter does."""
+        """Add the first `head` tokens in one update and each of the others as if in a separate one.
+
+        Returns what `append_in_steps` does: states as the first query reads them, new ones in full precision; and the
+        decoded form of the tokens in `moves(tokens - head, head)` (None: there are none).
+        """
         count = states.shape[2] - head
         moves = self.moves(count, head)
         front = self.append(states[:, :, :head])
@@ -261,15 +266,15 @@ class CacheSide:
         if self.codec.fits_first_tokens and self._store is None and not first:
             # Tokens that come one by one leave with the first block, whatever else came in the same forward.
             pieces = [states[:, :, : self._group], states[:, :, self._group : leaving]]
-            found = [self._encode(piece, block, decoded) for piece in pieces if piece.shape[2]]
-            out = torch.cat([piece for piece in found if piece is not None], 2) if decoded else None
+            encoded = [self._encode(piece, block, decoded) for piece in pieces if piece.shape[2]]
+            out = torch.cat([piece for piece in encoded if piece is not None], 2) if decoded else None
         else:
             out = self._encode(states[:, :, :leaving], block, decoded)
         self._full = Growable(states[:, :, leaving:].clone()) if leaving < held else None
         return out
 
     def _leaving(self, held: int, first: bool) -> int:
-        """How many of `held` full-precision tokens are to be encoded now; `first`: they are a prefill."""
+        """How many of `held` full-precision tokens are to be encoded now, oldest first; `first`: they are a prefill."""
         whole = first and self.residual.prefill_block is PrefillBlock.whole
         return leaving(held, self._kept, self._group, whole)
 

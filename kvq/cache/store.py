@@ -21,9 +21,9 @@ States = Float[Tensor, "batch heads _tokens head_dim"]
 
 
 class Recompression(NamedTuple):
-    """Errors from tokens (of one head) that were decoded and encoded again with other bits, `moves` times in all.
+    """Error of encoding packed tokens again with other bits; `moves`: how often a token of one head was.
 
-    `lost`: sum of squared differences between decoded states before and after; `energy`: of squares of those before.
+    `lost`: sum of squared differences between decoded states before and after; `energy`: sum of squares before.
     """
 
     moves: int
@@ -91,8 +91,8 @@ class BlockStore:
         """Drop the first `tokens` tokens, at most as many as `droppable` says."""
         assert self._store is not None
         left = self._store.packed.without_first(tokens)
-        own = {name: part.clone() for name, part in left.parts.items()}  # what is dropped gives its memory back
-        self._store = PackedStore(dataclasses.replace(left, parts=own)) if left.tokens else None
+        parts = {name: part.clone() for name, part in left.parts.items()}  # what is dropped gives its memory back
+        self._store = PackedStore(dataclasses.replace(left, parts=parts)) if left.tokens else None
         if self._decoded is not None:
             self._decoded = Growable(self._decoded.view[:, :, tokens:].clone()) if left.tokens else None
 
@@ -143,7 +143,7 @@ class TokenStore(BlockStore):
         return super().packed + ([] if self._tail is None else [self._tail])
 
     def add(self, states: States, block: int | None, rope: Rope | None, decoded: bool = False) -> States | None:
-        """Encode `states` after the ones held; return them decoded if `decoded` is set. `block` is ignored."""
+        """Encode `states` after the stored tokens; return them decoded if `decoded` is set. `block` is ignored."""
         count, sealed = states.shape[2], super().tokens
         # In a whole unit, the number of rows of a part gives the bits that a token takes in it: filled with the last.
         index = torch.arange(-(-count // UNIT) * UNIT, device=states.device).clamp_max(count - 1)
@@ -183,5 +183,5 @@ def _repack(like: Packed, widths: dict[str, int], joined: dict[str, Tensor], sta
     """Pack `length` tokens of `joined` from `start` on, as units or one short block; `joined`: see `unpack_tokens`."""
     parts = pack_tokens({name: part[:, :, start : start + length] for name, part in joined.items()}, widths)
     size = min(UNIT, length)
-    own = {name: part.shape[2] * size // length for name, part in parts.items()}
-    return dataclasses.replace(like, parts=parts, runs=(BlockRun(size, length // size, own),))
+    rows = {name: part.shape[2] * size // length for name, part in parts.items()}
+    return dataclasses.replace(like, parts=parts, runs=(BlockRun(size, length // size, rows),))

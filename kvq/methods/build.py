@@ -61,13 +61,13 @@ def build_method(
 
 def _compose_config(name: str, bits: Bits, overrides: tuple[str, ...], config_dir: str | None) -> Config:
     """The composed and checked configuration of a run with this method; arguments as `build_method`."""
-    given = [f"method={name}", f"bits={bits.label}"]
+    chosen = [f"method={name}", f"bits={bits.label}"]
     for override in overrides:
         sign = override[: len(override) - len(override.lstrip("+~"))]
         rest = override[len(sign) :]
         of_the_run = re.match(r"(residual|bits|cache)(?!\w)", rest)
-        given.append(override if of_the_run else f"{sign}method.{rest}")
-    return composed(given, config_dir)
+        chosen.append(override if of_the_run else f"{sign}method.{rest}")
+    return composed(chosen, config_dir)
 
 
 _compose_config_once = functools.lru_cache(maxsize=256)(_compose_config)
@@ -83,12 +83,12 @@ def method_of(config: Config, *head_dims: int) -> Method:
 def instantiate_method(method: MethodConfig, residual: ResidualConfig, bits: Any, head_dim: int) -> Method:
     """Build a method from resolved configuration."""
     by_layer = _build_by_layer(method, residual, bits, head_dim)
-    given = None
+    parsed = None
     if method.bits_range is not None:
-        given = parse_bits(bits, method.real_bits)
+        parsed = parse_bits(bits, method.real_bits)
         if method.bits_by_layer:
-            given = method.bits_by_layer.layers(given)[0]
-        check_range(method.name, method.bits_range, given, method.real_bits)
+            parsed = method.bits_by_layer.layers(parsed)[0]
+        check_range(method.name, method.bits_range, parsed, method.real_bits)
     codecs = {
         side: _build_part(
             method.name, f"method.{side}", getattr(method, side), Codec, lambda codec: codec.check(head_dim)
@@ -124,7 +124,7 @@ def instantiate_method(method: MethodConfig, residual: ResidualConfig, bits: Any
         codecs["key"],
         codecs["value"],
         effective,
-        given,
+        parsed,
         method.full_precision_layers,
         0 if method.is_full_precision else method.sink_tokens,
         policies=tuple(policy for policy in policies if policy is not None),
@@ -147,12 +147,12 @@ def _build_by_layer(method: MethodConfig, residual: ResidualConfig, bits: Any, h
         return ()
     if method.bits_range is None:
         raise ConfigError(f"method.bits_by_layer: {method.name} stores at a fixed rate and takes no bits")
-    given, (lowest, highest) = parse_bits(bits, method.real_bits), method.bits_range
-    occurring = asked.distinct_bits(given)
+    parsed, (lowest, highest) = parse_bits(bits, method.real_bits), method.bits_range
+    occurring = asked.distinct_bits(parsed)
     for side in ("key", "value"):
-        own = getattr(asked, side)
-        if own and any(not lowest <= getattr(at, side) <= highest for at in occurring):
-            raise Unsupported(f"method.bits_by_layer.{side}={own}: {method.name} does {lowest} to {highest} bits")
+        wanted = getattr(asked, side)
+        if wanted and any(not lowest <= getattr(at, side) <= highest for at in occurring):
+            raise Unsupported(f"method.bits_by_layer.{side}={wanted}: {method.name} does {lowest} to {highest} bits")
         parts = [(getattr(at, side), at.policies) for at in asked.at.values()]
         if len({getattr(at, side) for at in occurring}) > 1 and all(part == parts[0] for part in parts):
             raise ConfigError(f"method.bits_by_layer.{side}: {side}s of {method.name} do not follow `bits`")
@@ -160,7 +160,7 @@ def _build_by_layer(method: MethodConfig, residual: ResidualConfig, bits: Any, h
     for side in ("key", "value"):
         if any(isinstance(widths, list) for widths in getattr(asked, side)):
             _check_heads(side, list(built.values()), head_dim)
-    return tuple(_combine_heads(built, *widths) for widths in asked.widths(given))
+    return tuple(_combine_heads(built, *widths) for widths in asked.widths(parsed))
 
 
 def _check_heads(side: str, methods: Sequence[Method], head_dim: int) -> None:
@@ -184,16 +184,16 @@ def _combine_heads(built: Mapping[str, Method], key: Any, value: Any) -> Method:
     """
     keys, values = bits_per_head(key, value)
     whole = next(built[at.label] for at in keys if at is not None)
-    own: dict[str, Any] = {
+    codecs: dict[str, Any] = {
         side: HeadsCodec([None if at is None else getattr(built[at.label], side) for at in heads])
         for side, heads in (("key", keys), ("value", values))
         if len(heads) > 1
     }
-    return replace(whole, bits=Bits(mean_width(key), mean_width(value)), **own)
+    return replace(whole, bits=Bits(mean_width(key), mean_width(value)), **codecs)
 
 
 def _build_gqa(method: MethodConfig, codecs: Mapping[str, Codec | None]) -> GqaCompensation | None:
-    """The policy of `method.gqa_compensation`; None where it is off."""
+    """The policy for the setting `method.gqa_compensation`, checked to suit the codecs; None: it is off."""
     if not method.gqa_compensation:
         return None
     if not any(codecs.values()):
@@ -241,7 +241,7 @@ def _build_object(whose: str, setting: str, config: Mapping[str, Any]) -> Any:
         searched = f"; put {module}.py in the folder of --config-dir=..., set PYTHONPATH or install it" if lacks else ""
         raise ConfigError(f"{setting}._target_={name}: cannot be imported ({reason}){searched}") from error
     open_ended = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
-    hints, given = _type_hints(target), {}
+    hints, arguments = _type_hints(target), {}
     for argument, value in config.items():
         if argument == "_target_":
             continue
@@ -250,11 +250,11 @@ def _build_object(whose: str, setting: str, config: Mapping[str, Any]) -> Any:
             allowed = ", ".join(parameters) or "it takes none"
             hint = did_you_mean(argument, parameters)
             raise ConfigError(f"{setting}.{argument}: not an argument of {name} ({allowed}).{hint}")
-        given[argument] = _build_value(whose, f"{setting}.{argument}", value)
+        arguments[argument] = _build_value(whose, f"{setting}.{argument}", value)
         if argument in hints:
-            _check_type(f"{setting}.{argument}", name, hints[argument], given[argument], value)
+            _check_type(f"{setting}.{argument}", name, hints[argument], arguments[argument], value)
     try:
-        return target(**given)
+        return target(**arguments)
     except KvqError as error:
         raise type(error)(f"{whose}: {error}") from error
     except Exception as error:
@@ -272,11 +272,11 @@ def _build_value(whose: str, setting: str, value: Any) -> Any:
     return {name: _build_value(whose, f"{setting}.{name}", one) for name, one in value.items()}
 
 
-def _check_type(setting: str, target: str, hint: Any, value: Any, given: Any) -> None:
-    """Raise `ConfigError` if `value` does not fit the type `hint`; `given`: the value as in the configuration."""
+def _check_type(setting: str, target: str, hint: Any, value: Any, written: Any) -> None:
+    """Raise `ConfigError` if `value` does not fit the type `hint`; `written`: the value in the configuration."""
     if isinstance(value, dict) and get_origin(hint) is Mapping:
         for name, one in value.items():
-            _check_type(f"{setting}.{name}", target, get_args(hint)[1], one, given[name])
+            _check_type(f"{setting}.{name}", target, get_args(hint)[1], one, written[name])
         return
     try:
         _type_adapter(hint).validate_python(value, strict=True)
@@ -284,7 +284,7 @@ def _check_type(setting: str, target: str, hint: Any, value: Any, given: Any) ->
         wanted = re.sub(r"[a-zA-Z_.]+\.", "", inspect.formatannotation(hint))
         kinds = [kind for kind in get_args(hint) or (hint,) if inspect.isclass(kind) and "." in kind.__module__]
         takes = f"a mapping whose _target_ is a kvq.codecs.{kinds[0].__name__}" if kinds else f"{target} takes {wanted}"
-        raise ConfigError(f"{setting}={'null' if given is None else str(given)[:300]}: {takes}") from error
+        raise ConfigError(f"{setting}={'null' if written is None else str(written)[:300]}: {takes}") from error
 
 
 @functools.cache

@@ -71,6 +71,7 @@ class SinkSide(CacheSide):
         return None if rope is None else rope.narrow(self.sink_tokens, rope.tokens - self.sink_tokens)
 
     def append(self, states: States) -> States:
+        """As `CacheSide.append`; the first tokens become sinks, which attention reads before all others."""
         rest = self._keep(states)
         return self._after_sinks(None if rest is None else super().append(rest))
 
@@ -86,6 +87,7 @@ class SinkSide(CacheSide):
         return Transitions(rest.start + start, tuple(query + sinks for query in rest.queries))
 
     def append_in_steps(self, states: States) -> tuple[States, States | None]:
+        """As `CacheSide.append_in_steps`; the sinks, in front of the states, have no decoded form."""
         rest = self._keep(states)
         if rest is None:
             return self._after_sinks(None), None
@@ -115,6 +117,7 @@ class SinkSide(CacheSide):
         return self._first.view if states is None else torch.cat([self._first.view, states], 2)
 
     def check_finite(self) -> None:
+        """As `CacheSide.check_finite`, for the sinks too."""
         if self._first is not None:
             self._require(torch.isfinite(self._first.view).all())
         super().check_finite()
@@ -126,7 +129,7 @@ class SinkSide(CacheSide):
 
 
 class PackedSinkSide(SinkSide, PackedSide):
-    """A side with first tokens in full precision that can return its tokens in stored form."""
+    """A `SinkSide` that can return its tokens in stored form."""
 
     def append_packed(self, states: States) -> PackedStates:
         rest = self._keep(states)
@@ -204,7 +207,7 @@ class KeptRows(CacheSide):
             self._in_parts = False
 
     def _receive(self, states: Tensor) -> bool:
-        """Check that `note_kept` covered these tokens, then check the states and return as `CacheSide._receive`."""
+        """Check that `note_kept` covered these tokens, and check their states; return whether they are the first."""
         if not self._in_parts:
             self._check_all_noted(states)
         return super()._receive(states)

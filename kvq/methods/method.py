@@ -94,13 +94,13 @@ class Method:
 
     @functools.cached_property
     def _policies_and_traits(self) -> tuple[Policy, ...]:
-        """Policies, and traits of codecs, residual and settings: all parts that exclude or need capabilities."""
+        """The policies, and a `Trait` for each codec, residual or setting that excludes or needs capabilities."""
         return *self.policies, *method_traits(self)
 
     def check_needs(self, asker: str, *needed: Capability, asking: Policy | None = None) -> None:
         """Raise `Unsupported` where the method lacks a capability that `asker`, such as `task=error`, needs.
 
-        `asking`: a policy of the method that needs it of all others.
+        `asking`: the policy of this method that needs it; it may exclude the capability itself.
         """
         for policy in self._policies_and_traits:
             for capability in needed:
@@ -114,7 +114,7 @@ class Method:
             self.check_needs(f"method={self.name} ({policy.setting})", *sorted(policy.needs), asking=policy)
 
     def has(self, capability: Capability) -> bool:
-        """Whether no policy excludes a capability."""
+        """Whether no part of the method (a policy, codec, residual or setting) excludes a capability."""
         return not any(capability in policy.excludes for policy in self._policies_and_traits)
 
     def check_layers(self, layers: int) -> None:
@@ -182,7 +182,7 @@ class Method:
         }
 
     def _tables(self, layers: int) -> dict[str, Tensor]:
-        """The tables of all layers, by side, layer, part and name."""
+        """The calibration tables of all layers, by `side.layer.part.table`."""
         tables: dict[str, Tensor] = {}
         for side, layer in itertools.product(("key", "value"), range(layers)):
             codec = self.codec(side, layer, layers)
@@ -248,11 +248,11 @@ class Method:
         self.check_pairs()
         if getattr(config, "kv_lora_rank", None):
             self.check_needs("model", "latent")
-        own = self.for_model(config)
+        adapted = self.for_model(config)
         for policy in self.policies:
-            own = policy.for_model(own, config)
-        if own is not self:
-            return own.layers(config, held, keep_decoded, packed)
+            adapted = policy.for_model(adapted, config)
+        if adapted is not self:
+            return adapted.layers(config, held, keep_decoded, packed)
         if packed:
             self.check_packed()
         for codec, dims in ((self.key, [one.head_dim for one in held]), (self.value, [one.value_dim for one in held])):
@@ -315,7 +315,7 @@ class Method:
         return replace(residual, prefill_block=PrefillBlock.size) if drops else residual
 
     def _build_side(self, side: str, place: int, held: Sequence[KvLayer], keep_decoded: bool) -> CacheSide:
-        """The empty `key` or `value` side of layer `held[place]`, or what the first policy to wrap it makes of it."""
+        """The empty `key` or `value` side of layer `held[place]`, replaced by the first policy that replaces it."""
         residual, count = getattr(self.residual, side), len(held)
         codec = self.codec(side, place, count)
         label = f"layer {held[place].index} {side}s"

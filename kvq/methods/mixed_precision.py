@@ -40,7 +40,7 @@ class AttendedLayer(KVCacheLayer):
     _received: Float[Tensor, "batch kv_heads tokens"] | None = None
 
     def _add_received(self, received: Float[Tensor, "batch kv_heads tokens"], kept: float = 1.0) -> None:
-        """Scale the sums by `kept` and add `received`, the weights that all tokens got since the last call."""
+        """Scale the sums by `kept` and add `received`, the weights of all tokens, summed over the new queries."""
         if self._received is not None:
             new = received.shape[-1] - self._received.shape[-1]
             received = received + kept * torch.nn.functional.pad(self._received, (0, new))
@@ -61,7 +61,7 @@ class AttendedLayer(KVCacheLayer):
 
 
 class MixedPrecision(Policy):
-    """A policy that treats tokens that leave full precision differently, by more than the states of their block."""
+    """A policy that chooses how to store each token that leaves full precision, from more than its block's states."""
 
     setting = "token_policy"
     does = "chooses tokens as they leave full precision"
@@ -108,6 +108,7 @@ class OutlierTokens(MixedPrecision):
             raise ConfigError(f"method.token_policy.pool={self.pool}: below residual.size ({residual.key.size})")
 
     def wrap_layer(self, like: KVCacheLayer, layer: int, config: Any) -> KVCacheLayer:
+        """A `PoolLayer` with the settings of `like`; for the first `exempt_layers` layers, `like` itself."""
         return like if layer < self.exempt_layers else PoolLayer(like, self)
 
 
@@ -130,6 +131,7 @@ class Saliency(MixedPrecision):
         self.recent, self.random, self.seed = recent, random, seed
 
     def wrap_layer(self, like: KVCacheLayer, layer: int, config: Any) -> KVCacheLayer:
+        """A `SaliencyLayer` with the settings of `like`."""
         return SaliencyLayer(like, self)
 
     def probes(self, start: int, length: int) -> Int[Tensor, " probes"]:
@@ -144,7 +146,7 @@ class Saliency(MixedPrecision):
         return torch.cat([drawn.sort().values, torch.arange(length - last, length)])
 
     def divisors(self, start: int, length: int) -> Int[Tensor, " tokens"]:
-        """The number of a block's probes that see each of its tokens, by which summed weights are divided."""
+        """For each token of a block, the number of probes that see it, by which its summed weights are divided."""
         probes = self.probes(start, length)
         return (probes[:, None] >= torch.arange(length)).sum(0)
 
@@ -226,6 +228,7 @@ class PoolLayer(BlockEndLayer):
 
     @property
     def shuffled(self) -> bool:
+        """True once a block is encoded: tokens of the pool are then cached after newer ones."""
         return bool(self.key.packed_tokens)
 
     def __init__(self, like: KVCacheLayer, policy: OutlierTokens) -> None:
@@ -242,15 +245,17 @@ class DeferredSide(CacheSide):
     """Keys or values that stay in full precision until `settle`, which is called after attention has read them."""
 
     def append(self, states: States) -> States:
+        """Add states to the residual, without encoding any token, and return all cached tokens, oldest first."""
         self.begins = self._receive(states)
         self._hold(states)
         return self._visible()
 
     def append_in_steps(self, states: States) -> tuple[States, States | None]:
+        """Return as `append`, and None: no token is read decoded before `settle`."""
         return self.append(states), None
 
     def leaving_lengths(self) -> list[int]:
-        """Tokens in each block that is to be encoded now, oldest first; empty where none is complete."""
+        """Number of tokens of each block that is to be encoded now, oldest first; empty: no block is complete."""
         held = self.residual_tokens
         if self.begins and self.residual.prefill_block is PrefillBlock.whole and held >= self._group:
             return [held]
@@ -298,12 +303,12 @@ class SaliencyLayer(PlannedLayer):
         if sum(lengths) < held:  # a block that is not complete
             lengths.append(side.residual.size)
         for start, length in zip(itertools.accumulate(lengths, initial=0), lengths, strict=False):
-            own = received[..., start : start + length]
+            block_sums = received[..., start : start + length]
             at = start + self.policy.probes(packed + start, length)
             rows = at[(at >= held - queries) & (at < held)] - (held - queries)
             for some in rows.to(received.device).split(64):
                 weights = attended.weights(some)[..., -held:][..., start : start + length]
-                own += weights.mean(2).sum(2).to(received.dtype)
+                block_sums += weights.mean(2).sum(2).to(received.dtype)
         self._add_received(received)
         self._encode_leaving()
 
@@ -319,6 +324,6 @@ class SaliencyLayer(PlannedLayer):
         scores = self._received[..., :gone] / asked.to(self._received.device)
         for side in (self.key, self.value):
             split = side.codec.quantizer  # a `TokenSplit`, which chooses the salient tokens
-            own = scores if split.per_head else scores.mean(1, keepdim=True)
-            side.settle(torch.cat([split.salient(part) for part in own.split(lengths, -1)], -1))
+            side_scores = scores if split.per_head else scores.mean(1, keepdim=True)
+            side.settle(torch.cat([split.salient(part) for part in side_scores.split(lengths, -1)], -1))
         self._received = self._received[..., gone:]

@@ -225,9 +225,9 @@ def merged_rotation(name: str, codec: Codec | None) -> tuple[Codec, MergedRotati
 
 def _projections(attention: nn.Module) -> tuple[nn.Linear, nn.Linear] | None:
     """The projections of values and of the output of an attention, where both are linear layers of plain weights."""
-    found = [getattr(attention, name, None) for name in ("v_proj", *_OUTPUTS)]
-    plain = [part for part in found if isinstance(part, nn.Linear) and part.weight.is_floating_point()]
-    return (plain[0], plain[1]) if len(plain) == 2 and plain[0] is found[0] else None
+    projections = [getattr(attention, name, None) for name in ("v_proj", *_OUTPUTS)]
+    plain = [part for part in projections if isinstance(part, nn.Linear) and part.weight.is_floating_point()]
+    return (plain[0], plain[1]) if len(plain) == 2 and plain[0] is projections[0] else None
 
 
 def _rotate_channels(rows: Float[Tensor, "rows channels"], rotation: Float[Tensor, "dim dim"]) -> None:

@@ -60,6 +60,7 @@ class AdaptiveTiers(MixedPrecision):
         self.every_step = every_step
 
     def wrap_layer(self, like: KVCacheLayer, layer: int, config: Any) -> KVCacheLayer:
+        """A `TierLayer` with the settings of `like`."""
         return TierLayer(like, self)
 
     def tiers(self, scores: Float[Tensor, "*lead"], tokens: int, now: Tensor | None = None) -> UInt8[Tensor, "*lead"]:
@@ -70,7 +71,10 @@ class AdaptiveTiers(MixedPrecision):
         return torch.minimum(torch.maximum(now, best), worst)
 
     def _tier_index(self, scores: Tensor, tokens: int, factor: float | int) -> Tensor:
-        """Tier index of each score, 0 for the most bits: the number of thresholds, times `factor`, above it."""
+        """Tier index of each score, 0 for the most bits: how many thresholds, times `factor`, are above it.
+
+        If `relative`, thresholds are also divided by the number of `tokens`.
+        """
         unit = factor / tokens if self.relative else factor
         return sum((scores < threshold * unit).to(torch.uint8) for threshold in self.thresholds)  # type: ignore[return-value]
 
@@ -106,7 +110,7 @@ class TierStore(BlockStore):
 
     @property
     def packed(self) -> list[Packed]:
-        """The lists of all tiers that have tokens, as one head of one sequence each."""
+        """The codes of each tier that has tokens: those of all sequences and heads as one head of one sequence."""
         return [held for held in self._lists if held is not None]
 
     @property
@@ -122,8 +126,8 @@ class TierStore(BlockStore):
         if self.tokens:
             old[..., : self.tokens] = self.tiers
         moved = (old != tiers)[..., : self.tokens]
-        given = torch.cat([before, states], 2)
-        lists = [self._new_tier_list(number, given, old, tiers) for number in range(len(self._codecs))]
+        all_states = torch.cat([before, states], 2)
+        lists = [self._new_tier_list(number, all_states, old, tiers) for number in range(len(self._codecs))]
         self._lists, self._like = tuple(lists), states.new_empty(0, states.shape[-1])
         self._set_tiers(tiers)
         if self.keep_decoded or bool(moved.any()):
@@ -139,11 +143,11 @@ class TierStore(BlockStore):
         """Store the tier index of each token, packed."""
         self._index, self._tokens = pack(tiers.unsqueeze(-1), TIER_BITS)[0], tiers.shape[-1]
 
-    def _new_tier_list(self, number: int, given: States, old: Tiers, new: Tiers) -> Packed | None:
+    def _new_tier_list(self, number: int, all_states: States, old: Tiers, new: Tiers) -> Packed | None:
         """The new list of tier `number`, in token order: codes of tokens that stay in it, and new codes of others.
 
         Args:
-            given: all tokens, decoded (new ones in full precision).
+            all_states: all tokens, decoded (new ones in full precision).
             old, new: tier of each token before and after; `old` of a new token is the number of tiers.
 
         Returns:
@@ -153,10 +157,10 @@ class TierStore(BlockStore):
         coming, staying = ((new == number) & same for same in (old != number, old == number))
         if not bool((new == number).any()):
             return None
-        widths = codec.token_widths(1, given.shape[-1], given)
+        widths = codec.token_widths(1, all_states.shape[-1], all_states)
         pieces = []
         if bool(coming.any()):
-            fresh = codec.encode(given[coming][None, None])
+            fresh = codec.encode(all_states[coming][None, None])
             pieces.append((coming, unpack_tokens(fresh.parts, widths, fresh.tokens)))
         if held is not None and bool(staying.any()):
             rows = unpack_tokens(held.parts, widths, held.tokens)
@@ -165,7 +169,7 @@ class TierStore(BlockStore):
         places = torch.cat([mask.flatten().nonzero()[:, 0] for mask, _ in pieces])
         order = places.argsort()
         joined = {name: torch.cat([rows[name] for _, rows in pieces], 2)[:, :, order] for name in pieces[0][1]}
-        return _one_block(joined, widths, len(order), given)
+        return _one_block(joined, widths, len(order), all_states)
 
     def past(self, rope: Rope | None) -> States:
         if self._decoded is not None:
@@ -214,7 +218,7 @@ class TierStore(BlockStore):
 
 
 def _one_block(rows: dict[str, Tensor], widths: dict[str, int], tokens: int, like: Tensor) -> Packed:
-    """`Packed` of one head and one block, from parts with a row for each of `tokens` tokens."""
+    """`Packed` of one head and one block, from parts with a row per token; `widths`: bits of each part, by name."""
     parts = pack_tokens(rows, widths)
     run = BlockRun(tokens, 1, {name: part.shape[2] for name, part in parts.items()})
     return Packed(parts, (run,), 1, 1, like.shape[-1], like.dtype)
@@ -237,7 +241,7 @@ class TierSide(DeferredSide):
 
     @property
     def recompression(self) -> Recompression | None:
-        """Tokens that changed tiers so far and the squared error this added; None before the first block."""
+        """How often tokens changed tiers so far, and the squared error that this added; None before the first block."""
         return None if self._store is None else Recompression(self.store.moves, self.store.lost, self.store.energy)
 
     def revise(self, tiers: Tiers) -> None:
@@ -282,7 +286,7 @@ class TierLayer(PlannedLayer):
         self._encode_leaving()
 
     def _scores(self, tokens: int) -> Float[Tensor, "batch kv_heads tokens"]:
-        """Exponential means of the weights of the first tokens, over the queries that each was seen by."""
+        """Exponential mean of the weights of each of the first `tokens` tokens, over the queries that could see it."""
         assert self._received is not None
         seen = torch.arange(self._received.shape[-1], 0, -1, device=self._received.device)[:tokens]
         return self._received[..., :tokens] / (1 - self.policy.decay ** seen.to(self._received.dtype))

@@ -42,7 +42,7 @@ _PARTS |= {"method": ("method=", "method.", "bits="), "cache": ("cache.",)}
 
 
 def names() -> list[str]:
-    """Experiments with a table, as `+experiment=` takes them."""
+    """Names of the experiments with a table, as `+experiment=` takes them: `paper/table`."""
     return [name for name in choices_in_use()["experiment"] if "/" in name]
 
 
@@ -109,7 +109,7 @@ def _digest(present: Present) -> str:
 
 
 def of_no_paper(jobs: Iterable[sweep.Overrides]) -> bool:
-    """Whether runs name models, all of them embedded or installed ones (`sweep.runs_anywhere`), so none of a paper."""
+    """Whether the runs choose models, all of them embedded or installed (`sweep.runs_anywhere`): none is a paper's."""
     models = {word.partition("=")[2] for job in jobs for word in job if word.startswith("model=")}
     return bool(models) and all(model in choices_in_use()["model"] and sweep.runs_anywhere(model) for model in models)
 
@@ -168,7 +168,7 @@ def _present_or_any(present: Present) -> frozenset[tuple[str | None, str | None]
 
 @functools.cache
 def _signature(run: sweep.Overrides) -> str:
-    """The hash of a run's settings that its records have too (`kvq.report.tables.experiments.signature`)."""
+    """A hash of a run's settings, equal to that of its records (`kvq.report.tables.experiments.signature`)."""
     config = resolved(run)
     return signature(by_names(config), config.model.name, config.dataset.name)
 
@@ -186,13 +186,13 @@ def resolved(run: sweep.Overrides) -> Config:
 
 @functools.cache
 def _resolve_rest(rest: sweep.Overrides) -> Config:
-    """The configuration of the other overrides; `model.context` is null, as the run's task may exceed the default."""
+    """The configuration of overrides outside `_PARTS`; `model.context` is null, as the default may be too short."""
     return resolve(compose([*rest, "model.context=null"]))
 
 
 @functools.cache
 def _resolve_part(part: str, words: sweep.Overrides) -> dict[str, Any] | None:
-    """The resolved settings of a part of `_PARTS`; None if its overrides `words` change others, as some tasks do."""
+    """The resolved settings of a part of `_PARTS`; None if its overrides `words` change other parts, as some do."""
     config, defaults = compose(words), compose([])
     if any(config._get_node(name) != defaults._get_node(name) for name in config.keys() - {part, "bits"}):
         return None

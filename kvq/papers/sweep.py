@@ -63,9 +63,9 @@ def _words(overrides: str) -> Overrides:
 
 
 def override_run(run: Overrides, overrides: Sequence[str], small: Mapping[str, str]) -> Overrides:
-    """Replace overrides of a run by those that `small` maps them to, then put `overrides` in the place of their like.
+    """Replace overrides of a run by those that `small` maps them to, then add `overrides`, which take precedence.
 
-    An override `x=` removes the run's `x=` and all of its `x.…=`.
+    One of them, `x=`, removes the run's `x=` and all of its `x.…=`.
     """
     replaced = (_words(small[word]) if word in small else (word,) for word in run)
     kept = {word.partition("=")[0]: word for words in replaced for word in words}
@@ -94,7 +94,7 @@ def command(run: Sequence[str]) -> str:
 
 
 def layout_of(config: DictConfig) -> LayoutConfig:
-    """The checked layout of a composed configuration; its `paper` is None where it has none."""
+    """The checked layout of a composed configuration; its `paper` is None where no paper has the table."""
     layout = OmegaConf.to_object(config.layout)
     assert isinstance(layout, LayoutConfig)
     return layout
@@ -111,9 +111,9 @@ def runs_anywhere(model: str) -> bool:
 
 
 def stand_in_overrides(layout: LayoutConfig, model: str) -> dict[str, str] | None:
-    """The `small` of `override_run` for a model that stands in for the paper's; None: another model, nothing replaced.
+    """Replacements of overrides (`override_run`) for a model that stands in for the paper's; None: it does not.
 
-    That is `layout.small`, for an installed model updated by `layout.real`.
+    They are `layout.small`, for an installed model updated by `layout.real`.
     """
     if not runs_anywhere(model):
         return None

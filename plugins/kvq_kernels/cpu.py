@@ -62,7 +62,7 @@ class Segment:
         start, tokens: index of the first token in the prefix, and number of tokens.
         parts: three planes of codes (the last one repeated), scales and lowest values (of a symmetric grid: scales
             again; without statistics: the last plane again).
-        places: those of `parts`, `[parts, 3]`.
+        places: `Flat.place` of each of `parts`, `[parts, 3]`.
         size: tokens (per channel) or channels (per token) of a group.
     """
 
@@ -73,9 +73,9 @@ class Segment:
     size: int
 
     def arguments(self, heads: Heads, tables: tuple[Any, ...], norms: Any) -> tuple[Any, ...]:
-        """What the loops take between their rows and `out`."""
-        own = tuple(part.from_head(heads) for part in self.parts)
-        return own[:3], self.places, tables, *own[3:], self.size, norms, self.start, self.tokens
+        """The arguments of `Loops` between the first one (rows of queries or weights) and `out`."""
+        flat = tuple(part.from_head(heads) for part in self.parts)
+        return flat[:3], self.places, tables, *flat[3:], self.size, norms, self.start, self.tokens
 
 
 def attend(
@@ -103,13 +103,13 @@ def attend(
     )
 
     def some_heads(place: Heads) -> None:
-        scores, own = _scratch((place.count, group, tokens)), key_side.norms_and_shifts(place)
-        key_side.scores(rotated, plain, place, own.norms, scores)
-        shifts.add(place, own, scores)
+        scores, decoded = _scratch((place.count, group, tokens)), key_side.norms_and_shifts(place)
+        key_side.scores(rotated, plain, place, decoded.norms, scores)
+        shifts.add(place, decoded, scores)
         totals[place.index] = softmax_weights(scores.reshape(-1, tokens), first).reshape(-1, group)
-        own = value_side.norms_and_shifts(place)
-        value_side.mix(scores, place, own.norms, mixed, unpacked)
-        mix_shifts(value_side.stored, place, own, scores, shifted)
+        decoded = value_side.norms_and_shifts(place)
+        value_side.mix(scores, place, decoded.norms, mixed, unpacked)
+        mix_shifts(value_side.stored, place, decoded, scores, shifted)
 
     together = max(1, min(-(-batch * heads // torch.get_num_threads()), heads, SCRATCH // (group * tokens)))
     starts = itertools.product(range(batch), range(0, heads, together))
@@ -153,7 +153,7 @@ def pool(threads: int) -> ThreadPoolExecutor:
 
 @dataclass(frozen=True)
 class _Side:
-    """One side's segments and the loops for them; `tables` are what codes index.
+    """The segments of keys or values and the loops for them; `tables`: levels or codebook entries that codes index.
 
     Attributes:
         stored: norms and shifts by run.
@@ -184,9 +184,10 @@ class _Side:
         return norms_and_shifts(self.chain, self.stored, heads, self.dim)
 
     def scores(self, rotated: Any, plain: Any, heads: Heads, norms: Any, out: Any) -> None:
-        """Scores of all tokens of some heads into `out`; `rotated` are queries for codes, `plain` for other tokens.
+        """Write the scores of all tokens of some heads to `out`.
 
-        `norms`: a factor of the score of each coded token `[heads or 1, tokens]`.
+        `rotated`: queries for packed tokens; `plain`: for tokens in full precision; `norms`: a factor of the score of
+        each packed token, `[heads or 1, tokens]`.
         """
         for segment in self.segments:
             self.loops[0](rotated[heads.index], *segment.arguments(heads, self.tables, norms), out)
@@ -195,7 +196,7 @@ class _Side:
             loops[0](plain[heads.index], *segment.arguments(heads, _NO_TABLES, ones_for(out.shape[2])), out)
 
     def mix(self, weights: Any, heads: Heads, norms: Any, out: Any, unpacked: Any) -> None:
-        """Add values times their weights to `out`, those in full precision to `unpacked`."""
+        """Add the weighted sums of packed values to `out`, and those of values in full precision to `unpacked`."""
         for segment in self.segments:
             self.loops[1](weights, *segment.arguments(heads, self.tables, norms), out[heads.index])
         if self.full is not None:
@@ -232,7 +233,7 @@ def _loops(quantizer: Quantizer, dim: int) -> tuple[Loops, tuple[Any, ...]]:
 
 
 def _grid(quantizer: Quantizer, dim: int) -> Codes:
-    """The uniform grid that loops are compiled for."""
+    """The parameters of loops for the uniform grid of a quantizer."""
     if isinstance(quantizer, SignedMaxQuantizer):
         widths, channels = plane_widths(quantizer.bits), min(quantizer.group_size or dim, dim)
         return Codes("uniform", widths, dim, channels, low="symmetric", top=2 ** (quantizer.bits - 1))
@@ -285,9 +286,9 @@ def _segments(states: PackedStates, quantizer: Quantizer) -> Iterator[Segment]:
         size, tokens = min(group_size(quantizer) or along, along), run.tokens * piece.count
         for index in range(run.count // piece.count):
             sizes = {name: run.rows[name] * piece.count for name in parts}
-            own = {name: part.narrow(2, index * sizes[name], sizes[name]) for name, part in parts.items()}
-            planes = [part for name, part in sorted(own.items()) if name.startswith("codes.")]
-            yield _segment(start + index * tokens, tokens, planes, _statistics(quantizer, own), size)
+            block_parts = {name: part.narrow(2, index * sizes[name], sizes[name]) for name, part in parts.items()}
+            planes = [part for name, part in sorted(block_parts.items()) if name.startswith("codes.")]
+            yield _segment(start + index * tokens, tokens, planes, _statistics(quantizer, block_parts), size)
 
 
 def _segment(start: int, tokens: int, planes: list[Tensor], statistics: list[Tensor], size: int) -> Segment:

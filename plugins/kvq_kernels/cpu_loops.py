@@ -65,22 +65,29 @@ def head_plane(planes, places, index, head):
 
 @no_type_check
 def _loop_over_heads(loop):
-    """`places[3, 0]` and `places[4, 0]`: scales and lows from head to head."""
+    """A loop that calls `loop` for each head, with the planes, statistics and norms of that head.
+
+    `places[3, 0]` and `places[4, 0]`: number of scales, and of lowest values, from one head to the next.
+    """
 
     @numba.njit(**OPTIONS)
     def all_heads(rows, planes, places, tables, scale, low, size, norms, start, tokens, out):
         for h in range(rows.shape[0]):
-            own = (head_plane(planes, places, 0, h), head_plane(planes, places, 1, h), head_plane(planes, places, 2, h))
+            head_planes = (
+                head_plane(planes, places, 0, h),
+                head_plane(planes, places, 1, h),
+                head_plane(planes, places, 2, h),
+            )
             statistics = scale[h * places[3, 0] :], low[h * places[4, 0] :]
             near = norms[min(h, len(norms) - 1)][start : start + tokens]
-            loop(rows[h], own, tables, statistics, size, near, start, tokens, out[h])
+            loop(rows[h], head_planes, tables, statistics, size, near, start, tokens, out[h])
 
     return all_heads
 
 
 @no_type_check
 def _statistics_loop(codes, groups):
-    """A loop that reads the statistics of `count` tokens (or channels), each with `groups`, from the place `start` on.
+    """A loop that reads the statistics of `count` tokens (or channels) of `groups` groups each, from index `start` on.
 
     `floats[0, group]` become their steps and `floats[1, group]` their lowest values; `flat`: scratch of as many.
     """
@@ -112,14 +119,14 @@ def _statistics_loop(codes, groups):
 
 @no_type_check
 def _channel_scores(codes):
-    """Scores of a segment whose groups are `size` tokens of one channel."""
+    """A loop that computes the scores of a segment with statistics per channel and group of `size` tokens."""
     dim, read = codes.dim, _statistics_loop(codes, 1)
     dots, _ = value_loops(codes.kind, codes.widths, dim)
 
     @numba.njit(**OPTIONS)
     def scores(query, planes, tables, statistics, size, norms, start, tokens, out):
         rows = out.shape[0]
-        found, folded = np.empty((padded(rows), TILE), np.float32), np.zeros((padded(rows), dim), np.float32)
+        products, folded = np.empty((padded(rows), TILE), np.float32), np.zeros((padded(rows), dim), np.float32)
         least, flat, floats = (
             np.empty(rows, np.float32),
             np.empty((2, dim), np.float32),
@@ -129,18 +136,18 @@ def _channel_scores(codes):
         for group in range((tokens + size - 1) // size):
             read(statistics, group * dim, dim, flat, floats)
             for h in range(rows):
-                part, own, line = np.float32(0), query[h], folded[h]
+                part, head_query, line = np.float32(0), query[h], folded[h]
                 for c in range(dim):
-                    line[c] = own[c] * steps[c]
-                    part += own[c] * lows[c]
+                    line[c] = head_query[c] * steps[c]
+                    part += head_query[c] * lows[c]
                 least[h] = part
             end = min((group + 1) * size, tokens)
             for token in range(group * size, end, TILE):
                 count = min(TILE, end - token)
-                dots(folded, planes, tables, token, 0, count, found)
+                dots(folded, planes, tables, token, 0, count, products)
                 near = norms[token : token + count]
                 for h in range(rows):
-                    line, here, lowest = out[h, start + token : start + token + count], found[h], least[h]
+                    line, here, lowest = out[h, start + token : start + token + count], products[h], least[h]
                     for t in range(count):
                         line[t] = (here[t] + lowest) * near[t]
 
@@ -149,7 +156,7 @@ def _channel_scores(codes):
 
 @no_type_check
 def _channel_mix(codes):
-    """Weighted sums of a segment whose groups are `size` tokens of one channel, added to `out`."""
+    """A loop that adds the weighted sums of a segment with statistics per channel and group of `size` tokens."""
     dim, read = codes.dim, _statistics_loop(codes, 1)
     _, sums = value_loops(codes.kind, codes.widths, dim)
 
@@ -188,14 +195,14 @@ def _channel_mix(codes):
 
 @no_type_check
 def _token_scores(codes):
-    """Scores of a segment whose groups are `codes.channels` channels of one token."""
+    """A loop that computes the scores of a segment with statistics per token and `codes.channels` channels."""
     dim, span, groups = codes.dim, codes.channels, codes.dim // codes.channels
     read, (dots, _) = _statistics_loop(codes, groups), value_loops(codes.kind, codes.widths, span)
 
     @numba.njit(**OPTIONS)
     def scores(query, planes, tables, statistics, size, norms, start, tokens, out):
         rows = out.shape[0]
-        found, queries = np.empty((padded(rows), TILE), np.float32), np.zeros((padded(rows), dim), np.float32)
+        products, queries = np.empty((padded(rows), TILE), np.float32), np.zeros((padded(rows), dim), np.float32)
         whole, floats = np.zeros((rows, groups), np.float32), np.empty((2, groups, TILE), np.float32)
         flat = np.empty((2, groups * TILE), np.float32)
         for h in range(rows):
@@ -207,9 +214,9 @@ def _token_scores(codes):
             read(statistics, token * groups, count, flat, floats)
             near = norms[token : token + count]
             for group in range(groups):
-                dots(queries, planes, tables, token, group * span, count, found)
+                dots(queries, planes, tables, token, group * span, count, products)
                 for h in range(rows):
-                    line, here, sum_of = out[h, start + token : start + token + count], found[h], whole[h, group]
+                    line, here, sum_of = out[h, start + token : start + token + count], products[h], whole[h, group]
                     steps, lows = floats[0, group], floats[1, group]
                     if group == 0:
                         line[:] = 0
@@ -221,7 +228,10 @@ def _token_scores(codes):
 
 @no_type_check
 def _token_mix(codes):
-    """Weighted sums of a segment with `codes.channels` channels of a token to a group; its weights take the steps."""
+    """A loop that adds the weighted sums of a segment with statistics per token and `codes.channels` channels.
+
+    Each token's weight is multiplied by the step of its group before the sum over codes.
+    """
     dim, span, groups = codes.dim, codes.channels, codes.dim // codes.channels
     read, (_, sums) = _statistics_loop(codes, groups), value_loops(codes.kind, codes.widths, span)
 
@@ -261,9 +271,9 @@ _EXP2_HIGH = (0.0013333558146428443, 0.00015403530393381608)
 @numba.njit(**OPTIONS)
 @no_type_check
 def highest(numbers):
-    """The highest number: bits of floats, with those of a negative one inverted, are ordered as integers are.
+    """The largest of some fp32 numbers, compared as integers: that loop is vectorized, one over floats is not.
 
-    A maximum of integers is vectorized, one of floats is not.
+    Bits of floats, with all but the sign of a negative one inverted, are ordered as integers are.
     """
     bits, rest = numbers.view(np.int32), np.int32(0x7FFFFFFF)
     most = np.int32(-rest)

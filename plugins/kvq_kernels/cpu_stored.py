@@ -41,13 +41,13 @@ class Heads:
 
 @dataclass(frozen=True)
 class Flat:
-    """A stored part `[batch, heads or 1, rows, columns]` as one row of numbers.
+    """A stored part `[batch, heads or 1, rows, columns]` as a flat array, for compiled loops.
 
     Attributes:
         part: the part itself.
-        numbers: of the first head, then of the others; fp16 as int16.
-        batch: numbers from one sequence to the next.
-        place: numbers from head to head (0: heads share them), rows, columns.
+        numbers: the flat array, head by head; fp16 as int16.
+        batch: stride, in numbers, from one sequence to the next.
+        place: stride, in numbers, from head to head (0: heads share them); rows; columns.
     """
 
     part: Tensor
@@ -67,7 +67,7 @@ class Flat:
         return Flat(part, numbers.numpy(), batch, (head if heads > 1 else 0, rows, columns))
 
     def from_head(self, heads: Heads) -> Any:
-        """The numbers from those of the first of `heads` on."""
+        """The flat numbers, from the first one of `heads` on."""
         return self.numbers[heads.batch * self.batch + heads.first * self.place[0] :]
 
     def of_heads(self, heads: Heads) -> Tensor:
@@ -80,9 +80,9 @@ class Stored:
     """What a chain stores next to the codes of a run of blocks.
 
     Attributes:
-        start: the first token.
-        run: the blocks.
-        parts: by name, without those of the quantizer.
+        start: index of the first token.
+        run: layout of the blocks.
+        parts: stored parts by name, without those of the quantizer.
     """
 
     start: int
@@ -90,15 +90,15 @@ class Stored:
     parts: dict[str, Flat]
 
     def rows(self, name: str, quantized: DoubleQuant | None, heads: Heads, tokens: bool, length: int) -> Any:
-        """`[heads or 1, blocks, length]` in fp32: of each block a number for each of its `tokens`, or channels."""
+        """Decode part `name` to `[heads or 1, blocks, length]` in fp32: a number per token (`tokens`) or channel."""
         if quantized is None:
             return _numbers(self.parts[name], heads).reshape(-1, self.run.count, length)
         parts = {key.removeprefix(f"{name}."): part for key, part in self.parts.items() if key.startswith(f"{name}.")}
         if not _has_restore_loop(quantized, tokens, length):
-            own = {key: part.of_heads(heads).unflatten(1, (self.run.count, -1)) for key, part in parts.items()}
-            own = {key: part.float() if part.is_floating_point() else part for key, part in own.items()}
-            found = quantized.decode(own, *((length, 1) if tokens else (1, length)), torch.float32)
-            return found.flatten(2).contiguous().numpy()
+            decodable = {key: part.of_heads(heads).unflatten(1, (self.run.count, -1)) for key, part in parts.items()}
+            decodable = {key: part.float() if part.is_floating_point() else part for key, part in decodable.items()}
+            numbers = quantized.decode(decodable, *((length, 1) if tokens else (1, length)), torch.float32)
+            return numbers.flatten(2).contiguous().numpy()
         codes, steps = parts["codes.0"], parts["step"]
         size = min(quantized.group_size or length, length)
         out = np.empty((heads.count if codes.place[0] else 1, self.run.count, length), np.float32)
@@ -110,9 +110,12 @@ class Stored:
 
 @dataclass(frozen=True)
 class NormsAndShifts:
-    """For some heads the factor of each token, and by shift that of each token and, by run, the vectors of blocks.
+    """The decoded norms and shifts of some heads.
 
-    `norms` and the factors are `[heads or 1, tokens]`, vectors `[heads or 1, blocks, dim]`.
+    Attributes:
+        norms: factor of each token, `[heads or 1, tokens]`.
+        shifts: for each shift, the factor of each token, and for each run, its blocks' vectors `[heads or 1, blocks,
+            dim]`.
     """
 
     norms: Any
@@ -153,7 +156,7 @@ def norms_and_shifts(chain: LinearChain, stored: Sequence[Stored], heads: Heads,
 
 
 def ones_for(tokens: int) -> Any:
-    """Factors `[1, tokens]` of tokens that have none; of one array while a cache grows."""
+    """Ones `[1, tokens]`, as norms of tokens without; a view of one array as long as a cache grows within its size."""
     return _ones(1 << tokens.bit_length())[:, :tokens]
 
 
@@ -163,7 +166,7 @@ def _ones(tokens: int) -> Any:
 
 
 def _numbers(part: Flat, heads: Heads) -> Any:
-    """`[heads or 1, numbers]` in fp32."""
+    """The numbers of a stored part for some heads, `[heads or 1, numbers]` in fp32."""
     if part.part.dtype is not torch.float16:
         return part.of_heads(heads).float().flatten(1).contiguous().numpy()
     step, rows, columns = part.place
@@ -173,7 +176,7 @@ def _numbers(part: Flat, heads: Heads) -> Any:
 
 
 def _has_restore_loop(quantized: DoubleQuant, tokens: bool, length: int) -> bool:
-    """Whether `restore_loop` decodes these numbers: one plane of codes, groups along a row that begin on a byte."""
+    """Whether `restore_loop` decodes numbers per token (`tokens`) or channel: one plane, groups begin on a byte."""
     along = "per_channel" if tokens else "per_token"
     if quantized.axis is not along or quantized.bits > 8 or len(plane_widths(quantized.bits)) > 1:
         return False
@@ -183,7 +186,7 @@ def _has_restore_loop(quantized: DoubleQuant, tokens: bool, length: int) -> bool
 @numba.njit(**OPTIONS)
 @no_type_check
 def halves(numbers, step, out):
-    """fp16, held as int16, in fp32: `out[row]` from `numbers[row * step]` on."""
+    """Convert fp16, held as int16, to fp32: each row of `out` from `numbers[row * step]` on."""
     for row in range(out.shape[0]):
         line, held = out[row], numbers[row * step :]
         for i in range(line.shape[0]):
@@ -206,10 +209,10 @@ def restore_loop(width: int):
         columns, groups = (length + places - 1) // places, (length + size - 1) // size
         for head in range(heads):
             for row in range(rows):
-                begin, own = head * at[0] + row * columns, steps[head * at[1] + row * groups :]
+                begin, row_steps = head * at[0] + row * columns, steps[head * at[1] + row * groups :]
                 line, held = out[head, row], codes[begin : begin + columns]
                 for group in range(groups):
-                    step, stop = single(own[group]), min((group + 1) * size, length)
+                    step, stop = single(row_steps[group]), min((group + 1) * size, length)
                     whole = stop // places
                     for byte in range(group * size // places, whole):
                         code = np.int32(held[byte])
@@ -224,7 +227,7 @@ def restore_loop(width: int):
 
 @dataclass(frozen=True)
 class KeyShifts:
-    """What adds the scores of keys' shifts.
+    """The shifts of keys, and the queries whose products with them are added to scores.
 
     Attributes:
         stored: the runs of blocks.
@@ -242,6 +245,7 @@ class KeyShifts:
         stored: Sequence[Stored],
         query: Float[Tensor, "batch heads group dim"],
     ) -> KeyShifts:
+        """The shifts of `chain` for a query, which is rotated as the keys were before each shift was taken."""
         steps = []
         for shift in chain.shifts:
             rope = states.rope if shift.after_rope else None
@@ -253,17 +257,19 @@ class KeyShifts:
             steps.append((loop, chain.rotate(query, shift.rotations).contiguous().numpy(), (cos, sin)))
         return KeyShifts(stored, steps)
 
-    def add(self, heads: Heads, own: NormsAndShifts, scores: Any) -> None:
-        """Add what the shifts add to the scores `[heads, group, tokens]` of some heads."""
-        for (loop, queries, angles), (factors, offsets) in zip(self.steps, own.shifts, strict=True):
+    def add(self, heads: Heads, decoded: NormsAndShifts, scores: Any) -> None:
+        """Add the products of queries and shifts to the `scores` `[heads, group, tokens]` of some heads."""
+        for (loop, queries, angles), (factors, offsets) in zip(self.steps, decoded.shifts, strict=True):
             turns = tuple(part[min(heads.batch, len(part) - 1)] for part in angles)
             for each, vectors in zip(self.stored, offsets, strict=True):
                 loop(queries[heads.index], vectors, turns, factors, each.start, each.run.tokens, scores)
 
 
-def mix_shifts(stored: Sequence[Stored], heads: Heads, own: NormsAndShifts, weights: Any, out: Sequence[Any]) -> None:
-    """Add the weighted sums of values' shifts to `out`, for each shift `[batch, heads, group, dim]`."""
-    for (factors, offsets), total in zip(own.shifts, out, strict=True):
+def mix_shifts(
+    stored: Sequence[Stored], heads: Heads, decoded: NormsAndShifts, weights: Any, out: Sequence[Any]
+) -> None:
+    """Add the weighted sums of the shifts of values to `out`, one array `[batch, heads, group, dim]` per shift."""
+    for (factors, offsets), total in zip(decoded.shifts, out, strict=True):
         for each, vectors in zip(stored, offsets, strict=True):
             _mix_blocks(weights, factors, vectors, each.start, each.run.tokens, total[heads.index])
 
@@ -273,11 +279,11 @@ def mix_shifts(stored: Sequence[Stored], heads: Heads, own: NormsAndShifts, weig
 def _mix_blocks(weights, factors, vectors, start, length, out):
     """Add to `out[head, row]` each block's vector times the sum of its weights times their factors."""
     for head in range(out.shape[0]):
-        near, own = factors[min(head, len(factors) - 1)], vectors[min(head, len(vectors) - 1)]
+        near, head_vectors = factors[min(head, len(factors) - 1)], vectors[min(head, len(vectors) - 1)]
         for row in range(out.shape[1]):
             line, sums = weights[head, row], out[head, row]
-            for block in range(own.shape[0]):
-                first, offset, total = start + block * length, own[block], np.float32(0)
+            for block in range(head_vectors.shape[0]):
+                first, offset, total = start + block * length, head_vectors[block], np.float32(0)
                 here, by = line[first : first + length], near[first : first + length]
                 for t in range(length):
                     total += here[t] * by[t]
@@ -301,36 +307,36 @@ def turned_loop(pairs: int, half: bool, interleaved: bool):
     @numba.njit(**OPTIONS)
     def turned(query, vectors, angles, factors, start, length, out):
         group, dim = query.shape
-        found = np.zeros((2, padded(group), TILE), np.float32)
+        totals = np.zeros((2, padded(group), TILE), np.float32)
         products, rest = np.zeros((2, padded(group), pairs), np.float32), np.empty(group, np.float32)
         for block in range(vectors.shape[0]):
             vector, first = vectors[block], start + block * length
             for h in range(group):
-                own, one, two = query[h], products[0, h], products[1, h]
+                head_query, one, two = query[h], products[0, h], products[1, h]
                 for p in range(pairs):
                     a, b = p * step, p * step + apart
-                    one[p] = own[a] * vector[a] + own[b] * vector[b]
-                    two[p] = own[b] * vector[a] - own[a] * vector[b]
+                    one[p] = head_query[a] * vector[a] + head_query[b] * vector[b]
+                    two[p] = head_query[b] * vector[a] - head_query[a] * vector[b]
                 still = np.float32(0)
                 for channel in range(2 * pairs, dim):
-                    still += own[channel] * vector[channel]
+                    still += head_query[channel] * vector[channel]
                 rest[h] = still
             for token in range(first, first + length, TILE):
                 count = min(TILE, first + length - token)
                 if pairs > 0:
                     for part in range(2):
                         turns = (angles[part], angles[part], angles[part])
-                        dots(products[part], turns, turns, token, 0, count, found[part])
+                        dots(products[part], turns, turns, token, 0, count, totals[part])
                 near = factors[token : token + count]
                 for h in range(group):
-                    line, one, two, still = out[h, token : token + count], found[0, h], found[1, h], rest[h]
+                    line, one, two, still = out[h, token : token + count], totals[0, h], totals[1, h], rest[h]
                     for t in range(count):
                         line[t] += (one[t] + two[t] + still) * near[t]
 
     @numba.njit(**OPTIONS)
     def all_heads(queries, vectors, angles, factors, start, length, out):
         for h in range(out.shape[0]):
-            own, near = vectors[min(h, len(vectors) - 1)], factors[min(h, len(factors) - 1)]
-            turned(queries[h], own, angles, near, start, length, out[h])
+            head_vectors, near = vectors[min(h, len(vectors) - 1)], factors[min(h, len(factors) - 1)]
+            turned(queries[h], head_vectors, angles, near, start, length, out[h])
 
     return all_heads

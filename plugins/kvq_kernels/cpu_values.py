@@ -27,21 +27,24 @@ BUFFERED = 16
 @numba.njit(**OPTIONS)
 @no_type_check
 def single(half):
-    """A number in fp16, held as int16, in fp32."""
+    """Convert a number in fp16, held as int16, to fp32."""
     size = np.int32(np.int32(half & 0x7FFF) << 13).view(np.float32) * np.float32(2.0**112)
     return -size if half < 0 else size
 
 
 @no_type_check
 def _code(widths, token, index=0, place=0):
-    """Reads the code of token `first + token`; of a single plane it is left in its place, `2^unit` times its value."""
+    """A compiled function that reads the code of token `first + token` in one channel, from planes of `widths` bits.
+
+    The code of a single plane is not shifted down within its byte: the result is a multiple of it (`_units`).
+    """
     width, last = widths[index], index == len(widths) - 1
     row, begin, mask = token * width // 8, token * width % 8, 2**width - 1
     kept = len(widths) == 1
     rest = None if last else _code(widths, token, index + 1, place + width)
 
     @numba.njit(**OPTIONS)
-    def own(planes, first, channel):
+    def read(planes, first, channel):
         plane = planes[index]
         held = np.int32(plane[min(first * width // 8 + row, plane.shape[0] - 1), channel])
         if width == 1:  # four of a byte's eight tokens
@@ -52,19 +55,20 @@ def _code(widths, token, index=0, place=0):
 
     @numba.njit(**OPTIONS)
     def joined(planes, first, channel):
-        return np.int32(own(planes, first, channel) | rest(planes, first, channel))
+        return np.int32(read(planes, first, channel) | rest(planes, first, channel))
 
-    return own if last else joined
+    return read if last else joined
 
 
 @no_type_check
 def _units(widths):
-    """What a value is multiplied by, for each of four tokens, because a single plane's code stays in its place."""
+    """For each of four tokens, the factor (a power of 2) that turns what `_code` reads into the code."""
     return tuple(np.float32(2.0 ** -(t * widths[0] % 8) if len(widths) == 1 else 1) for t in range(4))
 
 
 @no_type_check
 def _uniform(widths, token):
+    """A compiled function that reads a code of a uniform grid in fp32; steps and lowest values are applied later."""
     code = _code(widths, token)
 
     @numba.njit(**OPTIONS)
@@ -76,7 +80,10 @@ def _uniform(widths, token):
 
 @no_type_check
 def _level(widths, token):
-    """Symmetric levels: the highest bit of a code is the sign, the others count from the middle; `levels`: positive."""
+    """A compiled function that decodes a code of symmetric levels, by `levels`, the positive ones, ascending.
+
+    The highest bit is set for positive levels; the others are the index in `levels`, inverted for negative ones.
+    """
     bits, code = sum(widths), _code(widths, token)
     begin = token * widths[0] % 8 if len(widths) == 1 else 0
     sign, inner = 1 << (begin + bits - 1), (2 ** (bits - 1) - 1) << begin
@@ -93,7 +100,7 @@ def _level(widths, token):
 
 @no_type_check
 def _pick(bits, begin, base):
-    """Selects one of `2^bits` levels from `base` on by the bits of a code from bit `begin` on, without a lookup."""
+    """A compiled function that selects `levels[base + i]`, i: bits of a code from bit `begin` on, without a lookup."""
     if bits == 0:
 
         @numba.njit(**OPTIONS)
@@ -114,7 +121,7 @@ def _pick(bits, begin, base):
 
 @no_type_check
 def _number(widths, token):
-    """Numbers as they are, of the first plane: fp32, or bf16 held as int16."""
+    """A compiled function that reads a number which is not quantized: fp32, or bf16 held as int16, as fp32."""
     half = widths == (16,)
 
     @numba.njit(**OPTIONS)
@@ -127,7 +134,7 @@ def _number(widths, token):
 
 @no_type_check
 def _entry(signed, shifted, token):
-    """Entries of a codebook in a buffer: planes of their bits, of masks that flip signs and of shifts."""
+    """A compiled function that reads a channel of a codebook entry from buffers: bits, sign masks and shifts."""
 
     @numba.njit(**OPTIONS)
     def value(planes, levels, first, channel):
@@ -142,7 +149,7 @@ def _entry(signed, shifted, token):
 
 @no_type_check
 def _first_numbers(count):
-    """The first `count` numbers of an array as a tuple, which is kept in registers."""
+    """A compiled function that returns the first `count` numbers of an array as a tuple, to keep in registers."""
     rest, last = None if count == 1 else _first_numbers(count - 1), count - 1
 
     @numba.njit(**OPTIONS)
@@ -164,7 +171,7 @@ def value_loops(kind: str, widths: tuple[int, ...], span: int):
     `kind`: `uniform`, `levels` (tables: the positive ones), `numbers` (of 32 or 16 bits) or a codebook, `book`,
     `signed_book` or `shifted_book` (tables `[256, 8]` of entries and, by second byte, signs and shifts).
 
-    `dots(queries, planes, tables, first, channel, count, found)`: `found[row, token]` become the products of queries
+    `dots(queries, planes, tables, first, channel, count, products)` writes to `products[row, token]` those of queries
     with the values of `count` tokens from `first` (a multiple of 4) on, over the channels from `channel` on.
     `sums(weights, planes, tables, first, channel, count, out)` adds weighted sums to `out[row, channel]`; weights are
     zero from `count` on. Rows are one, or a multiple of four (`padded`); their columns a multiple of `BUFFERED`.
@@ -181,12 +188,13 @@ def value_loops(kind: str, widths: tuple[int, ...], span: int):
 @numba.njit
 @no_type_check
 def padded(rows):
-    """Rows of the buffers that `dots` and `sums` take."""
+    """Rows of a buffer for `dots` and `sums` that holds `rows` rows: 1, or the next multiple of 4."""
     return rows if rows == 1 else (rows + 3) // 4 * 4
 
 
 @no_type_check
 def _dots(values, units, ready, span):
+    """The loop `dots` of `value_loops`; `values` decode four tokens, `units` scale them, `ready` loads a table."""
     (v0, v1, v2, v3), (u0, u1, u2, u3), zero = values, units, np.float32(0)
 
     @numba.njit(**INLINED)
@@ -220,24 +228,25 @@ def _dots(values, units, ready, span):
         out_d[t], out_d[t + 1], out_d[t + 2], out_d[t + 3] = d0 * u0, d1 * u1, d2 * u2, d3 * u3
 
     @numba.njit(**OPTIONS)
-    def dots(queries, planes, tables, first, channel, count, found):
+    def dots(queries, planes, tables, first, channel, count, products):
         levels = ready(tables[0].reshape(-1))
         if queries.shape[0] == 1:
-            query, line = queries[0], found[0]
+            query, line = queries[0], products[0]
             for t in range(0, count, 4):
                 one(query, planes, levels, first + t, channel, line, t)
         else:
             for h in range(0, queries.shape[0], 4):
-                own = queries[h], queries[h + 1], queries[h + 2], queries[h + 3]
-                lines = found[h], found[h + 1], found[h + 2], found[h + 3]
+                four_queries = queries[h], queries[h + 1], queries[h + 2], queries[h + 3]
+                lines = products[h], products[h + 1], products[h + 2], products[h + 3]
                 for t in range(0, count, 4):
-                    four(*own, planes, levels, first + t, channel, *lines, t)
+                    four(*four_queries, planes, levels, first + t, channel, *lines, t)
 
     return dots
 
 
 @no_type_check
 def _sums(values, units, ready, span):
+    """The loop `sums` of `value_loops`; arguments as for `_dots`."""
     (v0, v1, v2, v3), (u0, u1, u2, u3) = values, units
 
     @numba.njit(**INLINED)
@@ -288,7 +297,7 @@ def _sums(values, units, ready, span):
 
 @no_type_check
 def _book_loops(kind, dim):
-    """As `value_loops`, for a codebook's entries, decoded for a few tokens at a time."""
+    """The loops `dots` and `sums` of `value_loops` for a codebook; a few tokens are decoded at a time."""
     signed, shifted = kind != "book", kind == "shifted_book"
     values, ready = [_entry(signed, shifted, token) for token in range(4)], _first_numbers(1)
     units = (np.float32(1),) * 4
@@ -306,7 +315,7 @@ def _book_loops(kind, dim):
 
     @numba.njit(**OPTIONS)
     def decode(codes, seconds, entries, masks, shifts, first, values, signs, more):
-        """Bits of the entries of some tokens, of their signs and of their shifts."""
+        """Write the entries of some tokens as bits to `values`, their sign masks to `signs`, shifts to `more`."""
         last = codes.shape[0] - 1
         for t in range(BUFFERED):
             row = min(first + t, last)
@@ -326,10 +335,10 @@ def _book_loops(kind, dim):
         return held[0], held[1], held[2]
 
     @numba.njit(**OPTIONS)
-    def dots(queries, planes, tables, first, channel, count, found):
+    def dots(queries, planes, tables, first, channel, count, products):
         held = np.empty((3, BUFFERED, dim), np.int32)
         for t in range(0, count, BUFFERED):
-            value_dots(queries, decoded(planes, tables, first + t, held), tables, 0, 0, BUFFERED, found[:, t:])
+            value_dots(queries, decoded(planes, tables, first + t, held), tables, 0, 0, BUFFERED, products[:, t:])
 
     @numba.njit(**OPTIONS)
     def sums(weights, planes, tables, first, channel, count, out):

@@ -29,7 +29,7 @@ HAS_NUMBA, HAS_TRITON = (importlib.util.find_spec(name) is not None for name in 
 def attention_for(
     query: Tensor, keys: PackedStates, values: PackedStates, softcap: float | None = None
 ) -> tuple[str, Callable[..., Tensor]] | None:
-    """`gpu` (Triton) or `cpu` (numba), where installed and able to read these keys and values."""
+    """Name and function of the attention kernel, `gpu` (Triton) or `cpu` (numba); None: none can read these states."""
     if query.device.type == "cuda" and HAS_TRITON and query.dtype is not torch.float64:
         from kvq_kernels import gpu
 
@@ -45,7 +45,7 @@ def attention_for(
 
 
 def trellis_loops(device: str) -> Loops | None:
-    """Loops of trellises for a type of device, where installed: numba's on a CPU, Triton's on `cuda`."""
+    """Compiled search and decoding of trellis codes on a type of device: by numba or Triton; None: not installed."""
     if device == "cuda" and HAS_TRITON:
         from kvq_kernels import encode_gpu
 
@@ -81,6 +81,7 @@ class FusedCodec(Codec):
         rope: Rope | None = None,
         dtype: torch.dtype | None = None,
     ) -> Parts:
+        """As `Codec.encode_block`: in one pass, or with a compiled codebook search, where a kernel supports it."""
         encoder = None if self.chain is None else encoder_for(self.chain, blocks)
         if encoder is not None:
             assert self.chain is not None
@@ -90,6 +91,7 @@ class FusedCodec(Codec):
         return in_slices(super().encode_block, blocks, rope)
 
     def _quantize(self, y: Tensor, dtype: torch.dtype) -> tuple[Parts, Float[Tensor, "*lead tokens 1"] | None]:
+        """As `Codec._quantize`, with a compiled codebook search where there is one."""
         search = searcher_for(self, y)
         if search is None:
             return super()._quantize(y, dtype)
@@ -149,5 +151,5 @@ def in_slices(
         return encode(blocks[:, some], turned)
 
     threads = min(torch.get_num_threads(), len(slices))
-    found = [one(some) for some in slices] if threads == 1 else list(pool(threads).map(one, slices))
-    return {name: torch.cat([parts[name] for parts in found], 1) for name in found[0]}
+    encoded = [one(some) for some in slices] if threads == 1 else list(pool(threads).map(one, slices))
+    return {name: torch.cat([parts[name] for parts in encoded], 1) for name in encoded[0]}

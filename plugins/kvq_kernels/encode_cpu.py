@@ -57,7 +57,7 @@ def loops_for(dim: int, channels: int) -> Loops:
 
 @no_type_check
 def _rotation_loop(dim):
-    """Multiply rows by Sylvester's Hadamard matrix over `sqrt(dim)`, in place, after a sign per channel.
+    """A loop that multiplies rows by Sylvester's Hadamard matrix over `sqrt(dim)`, in place, after a sign per channel.
 
     A step interleaves sums and differences of the first and the second half. All steps are equal, and after log2(dim)
     of them the channels are in order.
@@ -91,6 +91,8 @@ def _rotation_loop(dim):
 
 @no_type_check
 def _unit_loop(dim):
+    """The loop `normalize`, which divides each row by its norm."""
+
     @numba.njit(**_SUMS)
     def squares(row):
         total = np.float32(0)
@@ -100,7 +102,7 @@ def _unit_loop(dim):
 
     @numba.njit(**_EXACT)
     def normalize(rows, norms, root):
-        """Divide rows by their norms over `root`, which go to `norms`."""
+        """Divide each row in place by its Euclidean norm over `root`, which is written to `norms`."""
         for t in range(rows.shape[0]):
             norm = np.sqrt(squares(rows[t])) / root
             norms[t] = norm
@@ -113,7 +115,7 @@ def _unit_loop(dim):
 
 @no_type_check
 def _range_loops(dim, channels):
-    """Loops that find least and greatest values: per channel of groups of tokens, per token of groups of channels."""
+    """Loops that find minimum and maximum per channel and group of tokens, and per token and group of channels."""
     groups = (dim + channels - 1) // channels
 
     @numba.njit(**_EXACT)
@@ -149,7 +151,7 @@ def _range_loops(dim, channels):
 
 @no_type_check
 def _code_loops(dim, channels):
-    """Loops that round blocks to codes, by statistics per channel and group of tokens, or per token and channels."""
+    """Loops that round blocks to codes, with statistics per channel and group of tokens, and per token and channels."""
     groups = (dim + channels - 1) // channels
 
     @numba.njit(**_EXACT)
@@ -201,7 +203,7 @@ def _pack_loop(dim):
 
 @no_type_check
 def _gain_loop(dim, channels):
-    """The loop of inner products: tokens with themselves and with their decoded form, and of that with itself."""
+    """A loop that computes, for each token x and its decoded form h, the inner products x·x, x·h and h·h."""
 
     @numba.njit(**_SUMS)
     def channel_gain(row, codes, low, scale, zero):
@@ -221,7 +223,7 @@ def _gain_loop(dim, channels):
         return a, b, c
 
     @numba.njit(**_SUMS)
-    def gains(blocks, codes, size, per_channel, low, scale, zero, found):
+    def gains(blocks, codes, size, per_channel, low, scale, zero, products):
         for block in range(blocks.shape[0]):
             for t in range(blocks.shape[1]):
                 row, code = blocks[block, t], codes[block, t]
@@ -230,7 +232,7 @@ def _gain_loop(dim, channels):
                     out = channel_gain(row, code, low[block, at], scale[block, at], zero[block, at])
                 else:
                     out = token_gain(row, code, low[block, t], scale[block, t], zero[block, t])
-                found[0, block, t], found[1, block, t], found[2, block, t] = out
+                products[0, block, t], products[1, block, t], products[2, block, t] = out
 
     return gains
 
@@ -245,19 +247,19 @@ def encode(chain: UniformChain, blocks: Float[Tensor, "batch blocks heads tokens
     matrix = chain.matrix(dim, torch.empty(0))
     threads = min(torch.get_num_threads(), len(slices))
     if threads == 1:
-        found = [_encode(chain, loops, matrix, some) for some in slices]
+        encoded = [_encode(chain, loops, matrix, some) for some in slices]
     else:
-        found = list(pool(threads).map(lambda some: _encode(chain, loops, matrix, some), slices))
+        encoded = list(pool(threads).map(lambda some: _encode(chain, loops, matrix, some), slices))
     return {
-        name: torch.cat([parts[name] for parts in found]).unflatten(0, (batch, heads, count)).transpose(1, 2)
-        for name in found[0]
+        name: torch.cat([parts[name] for parts in encoded]).unflatten(0, (batch, heads, count)).transpose(1, 2)
+        for name in encoded[0]
     }
 
 
 def _encode(
     chain: UniformChain, loops: Loops, matrix: Tensor | None, blocks: Float[Tensor, "blocks tokens dim"]
 ) -> Parts:
-    """Parts `[blocks, rows, columns]`."""
+    """Encode blocks by compiled loops into parts `[blocks, rows, columns]`, by name."""
     count, tokens, dim = blocks.shape
     y = blocks.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
     if matrix is not None and chain.signs and dim.bit_count() == 1:
@@ -291,10 +293,11 @@ def _encode(
 
 
 def _gains(chain: UniformChain, loops: Loops, y: Tensor, codes: Tensor, size: int, grid: Grids) -> Tensor:
-    found = torch.empty(3, *y.shape[:2])
+    """The gains `[blocks, tokens, 1]` of tokens `y`, from their codes and statistics."""
+    products = torch.empty(3, *y.shape[:2])
     low, scale, zero = (part.numpy() for part in (grid.low, grid.scale, grid.zero))
-    loops.gains(y.numpy(), codes.numpy(), size, chain.per_channel, low, scale, zero, found.numpy())
-    return gain_of(chain.quantizer.gain, *found)[..., None]
+    loops.gains(y.numpy(), codes.numpy(), size, chain.per_channel, low, scale, zero, products.numpy())
+    return gain_of(chain.quantizer.gain, *products)[..., None]
 
 
 def search(
@@ -312,7 +315,10 @@ def search(
 @functools.cache
 @no_type_check
 def _search_loop(signed):
-    """A loop `(rows, columns, codes, signs, scores)` over vectors `[count, 8]`."""
+    """The loop `(rows, columns, codes, signs, scores)` that finds the nearest codebook entry of vectors `[count, 8]`.
+
+    It writes the entry's index to `codes`, its score to `scores` and, if `signed`, the vector's signs to `signs`.
+    """
 
     @numba.njit(**_OPTIONS, fastmath={"contract"})
     def score_entries(vector, columns, line):

@@ -33,7 +33,7 @@ GAINS = {"none": 0, "l2": 1, "norm": 2, "parallel": 3, "unit": 4}
 
 
 def fits(chain: UniformChain, blocks: Float[Tensor, "batch blocks heads tokens head_dim"]) -> bool:
-    """Whether groups align with bytes and tiles."""
+    """Whether the groups of blocks align with the bytes and tiles of the kernels."""
     tokens, dim = blocks.shape[-2:]
     size, groups = chain.group(tokens, dim)
     if not chain.per_channel:
@@ -115,7 +115,13 @@ def search(
 
 @dataclass(frozen=True)
 class _Transform:
-    """Rotation and norm as kernels take them: signs in the states' dtype, times `root`; any other matrix in fp32."""
+    """Arguments of kernels for rotation and norm.
+
+    Attributes:
+        rotated: whether there is a rotation.
+        matrix: its signs in the states' dtype, to be multiplied by `root`, or (unequal magnitudes) itself in fp32.
+        norm_root: what norms are divided by.
+    """
 
     rotated: bool
     matrix: Tensor
@@ -137,6 +143,7 @@ class _Transform:
 
 @functools.lru_cache(maxsize=64)
 def _sign_matrix(chain: UniformChain, dim: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """The signs of the rotation `[dim, dim]` in a dtype, cached."""
     matrix = chain.matrix(dim, torch.empty(0, device=device))
     assert matrix is not None
     return matrix.sign().to(dtype).contiguous()
@@ -148,7 +155,7 @@ def _rows_at_once(matrix: Tensor, d: int) -> int:
 
 
 def _grid_kind(chain: UniformChain) -> int:
-    """The number in `triton_loops` of how a group's lowest value is stored: fp16, integer zero point or none."""
+    """How a group's lowest value is stored, as a constant of `triton_loops`: fp16, integer zero point, or not."""
     if chain.quantizer.symmetric:
         return triton_loops.SYMMETRIC
     return getattr(triton_loops, chain.quantizer.zero_point.upper())
@@ -160,15 +167,15 @@ def codes_of(
     weights: Float[Tensor, " components"],
     books: Float[Tensor, "widths states"],
 ) -> UInt8[Tensor, "rows components"]:
-    """The codes of a trellis, as `kvq.codecs.trellis.Loops` has it, for as many rows at once as `BACK` allows."""
+    """The codes of a trellis (`kvq.codecs.trellis.Loops.codes_of`), for as many rows at once as `BACK` bytes allow."""
     fields, states = torch.tensor(widths, dtype=torch.uint8, device=x.device), books.shape[1]
     codes = torch.zeros(x.shape, dtype=torch.uint8, device=x.device)
     rows = max(1, BACK // (states // 2 * max(1, x.shape[1])))
-    for own, found in zip(x.split(rows), codes.split(rows), strict=True):
-        if own.numel():
-            back = torch.empty(*own.shape, states // 2, dtype=torch.uint8, device=x.device)
-            triton_encode.search_trellis[(len(own),)](
-                own.contiguous(), fields, weights, books, back, found, x.shape[1], states.bit_length() - 1, len(books),
+    for part, out in zip(x.split(rows), codes.split(rows), strict=True):
+        if part.numel():
+            back = torch.empty(*part.shape, states // 2, dtype=torch.uint8, device=x.device)
+            triton_encode.search_trellis[(len(part),)](
+                part.contiguous(), fields, weights, books, back, out, x.shape[1], states.bit_length() - 1, len(books),
                 num_warps=max(1, min(8, states // 128)), enable_fp_fusion=False,
             )  # fmt: skip
     return codes
@@ -182,7 +189,7 @@ def values_of(
     entries: Int[Tensor, " fields"],
     books: Float[Tensor, " entries_in_all"],
 ) -> Float[Tensor, "rows fields"]:
-    """The values of strings, as `kvq.codecs.trellis.Loops` has it."""
+    """The values of strings of trellis codes (`kvq.codecs.trellis.Loops.values_of`)."""
     rows, fields = len(strings), len(starts)
     out = torch.empty(rows, fields, dtype=books.dtype, device=strings.device)
     if rows and fields:

@@ -49,8 +49,8 @@ class _Side:
     """The arguments of a launch for keys or values: one run of contiguous blocks.
 
     Attributes:
-        kind, top: how codes are decoded, and the code of 0 on a symmetric grid.
-        shifts: of the run's blocks, behind all rotations; None: there are none, or of keys (`_shift_scores`).
+        kind, top: how codes are decoded (a constant of `triton_loops`), and the code of 0 on a symmetric grid.
+        shifts: of values, after all rotations; None: there are none, or the side is keys (`_shift_scores`).
     """
 
     chain: LinearChain
@@ -82,6 +82,7 @@ def unfit_reason(states: PackedStates) -> str | None:
 
 
 def _unfit_run_reason(chain: LinearChain, quantizer: Quantizer, run: BlockRun) -> str | None:
+    """The reason why the kernels cannot read the blocks of a run; None: they can."""
     if not is_contiguous(run, quantizer):
         return f"blocks of {run.tokens} tokens do not continue each other"
     if chain.shifts and run.count > 1 and run.tokens % TILE:
@@ -93,7 +94,7 @@ def _unfit_run_reason(chain: LinearChain, quantizer: Quantizer, run: BlockRun) -
 
 
 def _sides(states: PackedStates, mixed: bool) -> Iterator[_Side]:
-    """The runs of the packed prefix, up to the first that the kernels do not support; `mixed`: of values."""
+    """The runs of the packed prefix, up to the first that the kernels do not support; `mixed`: they are values."""
     reason = unfit_reason(states)
     if reason is not None:
         raise Unsupported(f"cache.attention=packed: {reason}")
@@ -109,6 +110,7 @@ def _sides(states: PackedStates, mixed: bool) -> Iterator[_Side]:
 
 
 def _side(chain: LinearChain, parts: dict[str, Tensor], run: BlockRun, head_dim: int, mixed: bool) -> _Side:
+    """The arguments of a launch for one run of blocks with these `parts`; `mixed`: they are values."""
     quantizer = chain.codec.quantizer
     # An index of a codebook has 8 or 16 bits, which are planes like those of other codes.
     w0, w1, w2 = (*plane_widths(quantizer.index_bits["codes"]), 0, 0)[:3]
@@ -147,7 +149,7 @@ def _grid(quantizer: Quantizer, parts: dict[str, Tensor], dim: int) -> tuple[int
 def _tables(
     quantizer: LloydMaxQuantizer | VectorQuantizer, dim: int, device: torch.device
 ) -> tuple[int, Tensor, Tensor]:
-    """The kind of table, and both of its parts."""
+    """The kind of code, and its tables for `triton_loops.Side`: levels, twice, or entries and sign and shift bits."""
     if isinstance(quantizer, LloydMaxQuantizer):
         levels = quantizer.levels(dim, torch.float32).to(device)
         return triton_loops.LEVELS, levels, levels
@@ -172,6 +174,7 @@ def _norms(chain: LinearChain, parts: dict[str, Tensor], run: BlockRun) -> Tenso
 
 
 def _shifts(chain: LinearChain, blocks: dict[str, Tensor], run: BlockRun, dim: int) -> triton_loops.Shifts:
+    """The shifts of the values in a run of blocks, after all rotations of the chain, with each token's factor."""
     (shift,) = chain.shifts
     vectors = decode_shift(shift, blocks, dim, torch.float32)[..., 0, :]
     norms = chain.norm_factors(blocks, shift.norms, run.tokens, torch.float32)
@@ -184,13 +187,13 @@ def _shifts(chain: LinearChain, blocks: dict[str, Tensor], run: BlockRun, dim: i
 
 
 def _strides(factors: Float[Tensor, "_batch _heads tokens"]) -> tuple[int, int]:
-    """Of batch and head; 0 where all share one."""
+    """The strides of batch and head; 0 along an axis of size 1, which all sequences or heads share."""
     batch, head = (factors.stride(axis) if factors.shape[axis] > 1 else 0 for axis in (0, 1))
     return batch, head
 
 
 def _launches(keys: PackedStates, values: PackedStates) -> list[tuple[_Side, _Side, int, int]]:
-    """Pairs of runs, first token and number of tokens; ends with the first pair whose last tokens differ."""
+    """Runs of keys and values, first token and number of tokens; ends with the first pair of unequal length."""
     out, start = [], 0
     for key, value in zip(_sides(keys, False), _sides(values, True), strict=False):
         tokens = min(key.tokens, value.tokens)
@@ -261,7 +264,7 @@ def attend(
 def _shift_scores(
     states: PackedStates, shifts: Sequence[Shift], chain: LinearChain, query: Float[Tensor, "batch heads group dim"]
 ) -> Float[Tensor, "batch heads group tokens"] | None:
-    """What shifts add to the scores of the packed tokens, in fp32; None: there are no shifts."""
+    """The products of queries with the shifts of packed keys, to add to scores, in fp32; None: there are no shifts."""
     total = None
     for shift in shifts:
         seen = chain.rotate(query, shift.rotations)[:, None]

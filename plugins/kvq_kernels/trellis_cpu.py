@@ -79,23 +79,23 @@ def searcher(memory):
                 width = widths[i]
                 if width == 0:
                     continue
-                own, book, value, weight = back[i], books[width - 1], x[row, i], weights[i]
+                predecessors, book, value, weight = back[i], books[width - 1], x[row, i], weights[i]
                 if width == 1:
-                    one(cost, best, least, own, book, value, weight)
+                    one(cost, best, least, predecessors, book, value, weight)
                 elif width == 2:
-                    two(cost, best, least, own, book, value, weight)
+                    two(cost, best, least, predecessors, book, value, weight)
                 elif width == 3:
-                    three(cost, best, least, own, book, value, weight)
+                    three(cost, best, least, predecessors, book, value, weight)
                 elif width == 4:
-                    four(cost, best, least, own, book, value, weight)
+                    four(cost, best, least, predecessors, book, value, weight)
                 elif width == 5:
-                    five(cost, best, least, own, book, value, weight)
+                    five(cost, best, least, predecessors, book, value, weight)
                 elif width == 6:
-                    six(cost, best, least, own, book, value, weight)
+                    six(cost, best, least, predecessors, book, value, weight)
                 elif width == 7:
-                    seven(cost, best, least, own, book, value, weight)
+                    seven(cost, best, least, predecessors, book, value, weight)
                 else:
-                    eight(cost, best, least, own, book, value, weight)
+                    eight(cost, best, least, predecessors, book, value, weight)
             state = np.argmin(cost)
             for i in range(components - 1, -1, -1):
                 width = np.int64(widths[i])
@@ -131,7 +131,7 @@ def codes_of(
     weights: Float[Tensor, " components"],
     books: Float[Tensor, "widths states"],
 ) -> UInt8[Tensor, "rows components"]:
-    """The codes of least weighted error."""
+    """The codes of least weighted error (`kvq.codecs.trellis.Loops.codes_of`)."""
     codes, fields = np.zeros(x.shape, np.uint8), np.array(widths, np.uint8)
     search = searcher(books.shape[1].bit_length() - 1)
     search(x.contiguous().numpy(), fields, weights.contiguous().numpy(), books.numpy(), codes)
@@ -146,7 +146,7 @@ def values_of(
     entries: Int[Tensor, " fields"],
     books: Float[Tensor, " entries_in_all"],
 ) -> Float[Tensor, "rows fields"]:
-    """The values of the fields of each string."""
+    """The values of the fields of each string (`kvq.codecs.trellis.Loops.values_of`)."""
     out = torch.empty(len(strings), len(starts))
     reader()(*(part.numpy() for part in (strings, starts, shifts, masks, entries, books, out)))
     return out

@@ -40,7 +40,7 @@ def _transform(
     x, matrix, offsets, inside, dim, root, norm_root,
     rotated: tl.constexpr, signs: tl.constexpr, normed: tl.constexpr, n: tl.constexpr, d: tl.constexpr, k: tl.constexpr,
 ):  # fmt: skip
-    """Tokens after rotation and norm, and the norms; a rotation of signs alone is exact in the states' own dtype."""
+    """Tokens `[n, d]` after rotation and norm, and their norms; `signs`: the matrix is exact in the states' dtype."""
     channels = tl.arange(0, d)
     squares = tl.zeros((n,), tl.float32)
     if rotated:
@@ -178,7 +178,7 @@ def _token_codes(
 @triton.jit
 @no_type_check
 def _gains(y, read, inside, gain: tl.constexpr):
-    """The factor of each token's decoded form `read`; 1 where its denominator is zero; `inside`: what exists."""
+    """The gain of each token `y` with decoded form `read`, 1 where its denominator is 0; `inside`: mask of elements."""
     y, read = tl.where(inside, y, 0.0), tl.where(inside, read, 0.0)
     if gain == 1:  # l2
         top, bottom = tl.sum(y * read, 1), tl.sum(read * read, 1)
@@ -198,7 +198,7 @@ def ranges(
     x, matrix, low, high, x_b, x_n, x_h, x_t, heads, blocks, tokens, tiles, root, norm_root, dim: tl.constexpr,
     rotated: tl.constexpr, signs: tl.constexpr, normed: tl.constexpr, n: tl.constexpr, d: tl.constexpr, k: tl.constexpr,
 ):  # fmt: skip
-    """Lowest and highest values of channels over a tile of `n` tokens: `[batch, heads, blocks, tiles, dim]`."""
+    """Write each channel's minimum and maximum over a tile of `n` tokens: `[batch, heads, blocks, tiles, dim]`."""
     block, tile, place = tl.program_id(0) // tiles, tl.program_id(0) % tiles, tl.program_id(1)
     b, h = (place // heads).to(tl.int64), (place % heads).to(tl.int64)
     near, channels = tile * n + tl.arange(0, n), tl.arange(0, d)
@@ -222,7 +222,7 @@ def encode_tile(
     rotated: tl.constexpr, signs: tl.constexpr, normed: tl.constexpr, step_n: tl.constexpr,
     n: tl.constexpr, d: tl.constexpr, k: tl.constexpr,
 ):  # fmt: skip
-    """Codes and statistics of `step_n` tokens of a block: a group per channel, or some tokens each on its own.
+    """Encode `step_n` tokens of a block: with statistics per channel (they are one group), or per token.
 
     `given`: ranges per channel and group are known. `span`: channels of a group per token, padded ones included.
     """
@@ -264,7 +264,7 @@ def encode_tile(
 @triton.jit
 @no_type_check
 def search(vectors, columns, codes, signs, scores, count, signed: tl.constexpr, n: tl.constexpr):
-    """The nearest of 256 entries for `n` vectors of 8 channels, of a signed codebook for their magnitudes.
+    """Find the nearest of 256 entries for `n` vectors of 8 channels (of a signed codebook: for their magnitudes).
 
     `columns` `[9, 256]`: entries, then -|c|²/2. Of equal scores the first entry wins, as in the codec.
     """
@@ -328,10 +328,10 @@ def search_trellis(x, widths, weights, books, back, codes, fields, memory: tl.co
     cost = tl.where(tl.arange(0, states) == 0, 0.0, float("inf"))
     for i in range(fields):
         width = tl.load(widths + i)
-        value, weight, own = tl.load(x + row * fields + i), tl.load(weights + i), back + i * (states // 2)
+        value, weight, predecessors = tl.load(x + row * fields + i), tl.load(weights + i), back + i * (states // 2)
         for one in tl.static_range(1, widest + 1):
             if width == one:
-                cost = _step(cost, value, weight, books, own, states, one)
+                cost = _step(cost, value, weight, books, predecessors, states, one)
     state = tl.argmin(cost, 0).to(tl.int32)
     tl.debug_barrier()  # what other threads of the program have written is read from here on
     for step in range(fields):

@@ -23,8 +23,8 @@ class Side(NamedTuple):
 
     Attributes:
         p0, p1, p2: planes of codes; unused ones repeat the first.
-        scale, low: statistics of groups, of equal strides; or tables in fp32: levels, or entries `[256, 8]` and int32
-            `[2, 256, 8]`, which are bits to flip in fp32 and the bits of shifts.
+        scale, low: statistics of groups, of equal strides. By levels: both the table of levels in fp32. By a codebook:
+            its entries `[256, 8]` in fp32, and int32 `[2, 256, 8]`: bits to flip in them, and fp32 shifts as bits.
         norms: a factor of each token.
         strides: of the planes, of `scale`, of `norms`.
         size: tokens (per channel) or channels (per token) of a group.
@@ -53,7 +53,7 @@ class Shifts(NamedTuple):
 
 
 class Full(NamedTuple):
-    """Tokens in full precision, and strides."""
+    """Tokens in full precision, and their strides."""
 
     k: Any
     v: Any
@@ -79,6 +79,7 @@ def _codes(
     side, token, tokens, channels, dim,
     w0: tl.constexpr, w1: tl.constexpr, w2: tl.constexpr, n: tl.constexpr, d: tl.constexpr,
 ):  # fmt: skip
+    """Codes `[n, d]` of `n` tokens from `token` on, joined from planes of `w0`, `w1` and `w2` bits (0: no plane)."""
     codes = _plane(side.p0, token, tokens, channels, dim, w0, n, d)
     if w1 > 0:
         codes += _plane(side.p1, token, tokens, channels, dim, w1, n, d) << w0
@@ -90,7 +91,7 @@ def _codes(
 @triton.jit
 @no_type_check
 def _entries(side, near, tokens, dim: tl.constexpr, kind: tl.constexpr, n: tl.constexpr, d: tl.constexpr):
-    """Entries of a codebook: each byte of codes is loaded once and stands for 8 channels."""
+    """Decoded values `[n, d]` of tokens `near` by a codebook: a byte of codes, loaded once, stands for 8 channels."""
     groups, inner = tl.arange(0, d // 8), tl.arange(0, 8)[None, None, :]
     there = (near[:, None] < tokens) & (groups[None, :] < dim // 8)
     where = near[:, None] * (dim // 8) + groups[None, :]
@@ -124,7 +125,7 @@ def _decode(
     side, token, tokens, channels, dim: tl.constexpr, w0: tl.constexpr, w1: tl.constexpr, w2: tl.constexpr,
     kind: tl.constexpr, top: tl.constexpr, n: tl.constexpr, d: tl.constexpr,
 ):  # fmt: skip
-    """What codes stand for: by a table, or by statistics of `size` channels of a token."""
+    """Decoded values `[n, d]` of codes: by a table, or by statistics of `side.size` channels of a token."""
     near = token + tl.arange(0, n)
     if kind >= 4:  # BOOK
         return _entries(side, near, tokens, dim, kind, n, d)
@@ -165,7 +166,7 @@ def _mix(
     per_channel: tl.constexpr, kind: tl.constexpr, top: tl.constexpr,
     n: tl.constexpr, d: tl.constexpr, half: tl.constexpr,
 ):  # fmt: skip
-    """Weighted sums of values; steps per channel are applied after the product."""
+    """Weighted sums `[rows, d]` of the values of a tile; steps per channel are applied after the product."""
     number = tl.float16 if half else tl.float32
     if per_channel:
         codes = _codes(side, token, tokens, channels, dim, w0, w1, w2, n, d)
@@ -180,7 +181,7 @@ def _mix(
 @triton.jit
 @no_type_check
 def _mix_shift(weights, shifts, near, token, tokens, channels, dim):
-    """Weighted sums of the shift of a tile's block."""
+    """Weighted sums `[rows, d]` of the shift of the block that holds a tile; `near`: the tile's tokens."""
     factors = tl.load(shifts.factors + near, mask=near < tokens, other=0.0)
     vector = tl.load(shifts.vectors + token // shifts.length * dim + channels, mask=channels < dim, other=0.0)
     return tl.sum(weights * factors[None, :], 1)[:, None] * vector[None, :]
@@ -189,7 +190,7 @@ def _mix_shift(weights, shifts, near, token, tokens, channels, dim):
 @triton.jit
 @no_type_check
 def _at_head(side, b, h):
-    """A side at one batch entry and head."""
+    """`side` with pointers moved to batch entry `b` and head `h`."""
     strides = side.strides
     grid = b * strides[6] + h * strides[7]
     return Side(
@@ -219,7 +220,7 @@ def _attend_full(
     q, keys, values, top, total, sums, tokens, hidden, channels, dim, scaling, softcap,
     capped: tl.constexpr, n: tl.constexpr, half: tl.constexpr,
 ):  # fmt: skip
-    """Full-precision tokens, the first `hidden` of which are masked."""
+    """Attend to the full-precision tokens, without the first `hidden`; return the updated maximum, total and sums."""
     number = tl.float16 if half else tl.float32
     for token in range(0, tokens, n):
         near = token + tl.arange(0, n)

@@ -36,7 +36,7 @@ class UniformChain:
 
     @property
     def per_channel(self) -> bool:
-        """Statistics are shared along tokens."""
+        """Whether statistics are per channel and group of tokens, not per token."""
         return self.quantizer.axis == "per_channel"
 
     @property
@@ -57,7 +57,7 @@ class UniformChain:
         return "gain" if self.norm is None else f"{self.norm}.scale"
 
     def group(self, tokens: int, head_dim: int) -> tuple[int, int]:
-        """Elements of a group, and groups, in a block of `tokens`: along tokens or along channels."""
+        """Size of a group, and number of groups of a block: along its `tokens` tokens, or along a token's channels."""
         along = tokens if self.per_channel else head_dim
         size = min(self.quantizer.group_size or along, along)
         return size, -(-along // size)
@@ -68,7 +68,7 @@ class UniformChain:
 
     @property
     def signs(self) -> bool:
-        """Entries of the rotation are all of one magnitude, so that its signs are exact in any dtype."""
+        """Whether all entries of the rotation have one magnitude, so that its signs are exact in any dtype."""
         return isinstance(self.rotation, Hadamard) and self.rotation.block is None
 
 
@@ -147,7 +147,7 @@ def parts_of_search(
 ) -> tuple[Parts, Float[Tensor, "*lead tokens 1"] | None]:
     """The parts of `VectorQuantizer.encode`, and the gain of each token (None: the quantizer has none).
 
-    `scores` are `v·c - |c|²/2` of each vector v and the entry c that was found for it.
+    `scores` are `v·c - |c|²/2` of each vector v and its nearest entry c.
     """
     shape = (*y.shape[:-1], -1)
     parts = {f"codes.{index}": plane.view(shape) for index, plane in enumerate(codes)}
@@ -163,7 +163,7 @@ def parts_of_search(
 
 @functools.cache
 def book_columns(codebook: str, bits: int, device: torch.device) -> Float[Tensor, "9 256"]:
-    """Entries in columns: 8 channels, then -|c|²/2."""
+    """The 256 entries c of a codebook as columns: 8 channels, then -|c|²/2."""
     entries, _, _ = VectorQuantizer(bits, codebook).tables()
     half = entries.square().sum(-1, keepdim=True) / -2
     return torch.cat([entries, half], 1).T.contiguous().to(device)
