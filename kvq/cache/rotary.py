@@ -80,7 +80,7 @@ class RopeTable:
         return rope.narrow(tokens, rope.tokens - tokens) if tokens else rope
 
     def extend(self, held: int, queries: int, tables: tuple[Tensor, Tensor] | None, like: Tensor) -> None:
-        """Add `tables` (None: empty ones, typed as `like`) as the rotations of `queries` tokens after the first `held`."""
+        """Add `tables` (None: empty ones, like `like`) as the rotations of `queries` tokens after the first `held`."""
         if self.tokens == held + queries:
             return
         if self.style is None or tables is None:
