@@ -191,12 +191,12 @@ class KVCache(PaddableCache, WatchfulCache):
         Raises:
             Unsupported: a method that cannot take tokens back, or a model that does not tell candidates from a prompt.
         """
-        given = "prompt_lookup_num_tokens, assistant_model"
+        setting = "prompt_lookup_num_tokens, assistant_model"
         for reason in (layer.irreversible for layer in self._batch_layers):
             if reason is not None:
-                raise Unsupported(f"{given}: method={self.method.name} cannot take tokens back ({reason})")
+                raise Unsupported(f"{setting}: method={self.method.name} cannot take tokens back ({reason})")
         if self._no_crop is not None:
-            raise Unsupported(f"{given}: model: {self._no_crop}")
+            raise Unsupported(f"{setting}: model: {self._no_crop}")
         self._set_recording(True)
         self._candidates = None
 

@@ -102,11 +102,11 @@ def read_file(path: Path) -> dict[str, Any]:
         safe = torch.serialization.safe_globals([BlockRun, Growable, Packed, PackedStore])
         with safe, path.open("rb") as file:  # a path that ends in .safetensors would be read as such a file
             content: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=True)
-        given = content["format"]
+        stored = content["format"]
     except Exception as error:  # each part fails in its own way
         raise DataError(f"cache {path}: cannot be read ({type(error).__name__}: {one_line(error, 200)})") from error
-    if given != FORMAT:
-        raise DataError(f"cache {path}: of format {given!r:.80}, not {FORMAT}")
+    if stored != FORMAT:
+        raise DataError(f"cache {path}: of format {stored!r:.80}, not {FORMAT}")
     return content
 
 
@@ -185,13 +185,13 @@ def read_tensors(path: str | Path, what: str, form: str) -> tuple[dict[str, Any]
             if text is None:
                 raise ValueError("tensors without a header of kvq's")
             header = json.loads(text, parse_constant=refuse_constant)
-            given = header["format"]
-            tensors = {name: file.get_tensor(name) for name in file.keys()} if given == form else {}  # noqa: SIM118 - not a mapping
+            stored = header["format"]
+            tensors = {name: file.get_tensor(name) for name in file.keys()} if stored == form else {}  # noqa: SIM118 - not a mapping
     except _FAILURES as error:
         reason = (str(error).splitlines() or [""])[0][:200]
         raise DataError(f"{what} {path}: cannot be read ({type(error).__name__}: {reason})") from error
-    if given != form:
-        raise DataError(f"{what} {path}: of format {str(given)[:80]!r}, not {form}")
+    if stored != form:
+        raise DataError(f"{what} {path}: of format {str(stored)[:80]!r}, not {form}")
     if header.get(_DIGEST, "") != digest(tensors):
         raise DataError(f"{what} {path}: damaged, its tensors are not those that were written")
     return header, tensors

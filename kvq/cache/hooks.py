@@ -188,15 +188,15 @@ def _begin_forward(stack: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     cache = _cache_of(args, kwargs)
     if cache is None or not cache.begin_forward(stack):
         return
-    given = named_arguments(stack, args, kwargs)
-    if any(value is cache for value in given.values()) and given.get("encoder_hidden_states") is not None:
+    arguments = named_arguments(stack, args, kwargs)
+    if any(value is cache for value in arguments.values()) and arguments.get("encoder_hidden_states") is not None:
         raise Unsupported(
             f"model: {type(stack).__name__} attends to an encoder, whose keys and values need a cache of their own: "
             "past_key_values=EncoderDecoderCache(kvq.KVCache(model, method), DynamicCache())"
         )
-    mask = given.get("attention_mask")
+    mask = arguments.get("attention_mask")
     padding = None if mask is None else padding_of(mask)
-    cache.receive_tokens(given.get("input_ids"), padding, given.get("logits_to_keep"))
+    cache.receive_tokens(arguments.get("input_ids"), padding, arguments.get("logits_to_keep"))
 
 
 @torch.compiler.disable
@@ -212,8 +212,8 @@ def _pass_hidden(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> N
     cache = _cache_of(args, kwargs)
     if cache is not None and cache.wants_hidden:
         attention = next(child for child in layer.children() if layer_of(child) is not None)
-        given = named_arguments(layer, args, kwargs)
-        cache.receive_hidden(layer_number(attention, given), given["hidden_states"])
+        arguments = named_arguments(layer, args, kwargs)
+        cache.receive_hidden(layer_number(attention, arguments), arguments["hidden_states"])
 
 
 @torch.compiler.disable
@@ -222,24 +222,24 @@ def _prepare_attention(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any
     cache = _cache_of(args, kwargs)
     if cache is None:
         return None
-    given = named_arguments(module, args, kwargs)
-    if any(given.get(name) is not None for name in _ENCODER_NAMES):
+    arguments = named_arguments(module, args, kwargs)
+    if any(arguments.get(name) is not None for name in _ENCODER_NAMES):
         return None
-    columns = cache.before_attention(module, given, given["hidden_states"])
-    if cache.observes(index := layer_number(module, given)):
+    columns = cache.before_attention(module, arguments, arguments["hidden_states"])
+    if cache.observes(index := layer_number(module, arguments)):
         _observe(module, cache, index)
     if columns is None and not cache.recording:
         return None
     if (reason := no_mask_reason(module)) is not None:
         raise Unsupported(f"model: {reason}")
-    if _adds_bias(module, given):
+    if _adds_bias(module, arguments):
         raise Unsupported(f"model: {type(module).__name__} adds a position_bias, which no mask can follow")
     if columns is None:
         return None
-    given["attention_mask"] = columns.mask(given.get("attention_mask"))
-    if given.get("alibi") is not None:
-        given["alibi"] = torch.cat([given["alibi"], given["alibi"].index_select(-1, columns.copies)], -1)
-    return (), given
+    arguments["attention_mask"] = columns.mask(arguments.get("attention_mask"))
+    if arguments.get("alibi") is not None:
+        arguments["alibi"] = torch.cat([arguments["alibi"], arguments["alibi"].index_select(-1, columns.copies)], -1)
+    return (), arguments
 
 
 def no_mask_reason(module: nn.Module) -> str | None:

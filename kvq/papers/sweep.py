@@ -46,7 +46,7 @@ def cells_of(layout: LayoutConfig) -> list[Cell]:
         metric = layout.metric.format(**{axis: named[labels[axis]] for axis, named in layout.metrics.items()})
         reason = next((layout.reasons[label] for label in chosen if label in layout.reasons), None)
         named = [layout.names[labels[axis]] for axis in labels if axis in layout.axes]
-        choices = [[layout.common], *([given] if isinstance(given, str) else given or [] for given in named)]
+        choices = [[layout.common], *([words] if isinstance(words, str) else words or [] for words in named)]
         # Of several overrides of one setting the last holds; a label without overrides has no run.
         runs = tuple(
             tuple({word.partition("=")[0]: word for part in parts for word in _words(part)}.values())
