@@ -73,11 +73,8 @@ def _loop_over_heads(loop):
     @numba.njit(**OPTIONS)
     def all_heads(rows, planes, places, tables, scale, low, size, norms, start, tokens, out):
         for h in range(rows.shape[0]):
-            head_planes = (
-                head_plane(planes, places, 0, h),
-                head_plane(planes, places, 1, h),
-                head_plane(planes, places, 2, h),
-            )
+            first, second = head_plane(planes, places, 0, h), head_plane(planes, places, 1, h)
+            head_planes = first, second, head_plane(planes, places, 2, h)
             statistics = scale[h * places[3, 0] :], low[h * places[4, 0] :]
             near = norms[min(h, len(norms) - 1)][start : start + tokens]
             loop(rows[h], head_planes, tables, statistics, size, near, start, tokens, out[h])
@@ -228,10 +225,7 @@ def _token_scores(codes):
 
 @no_type_check
 def _token_mix(codes):
-    """A loop that adds the weighted sums of a segment with statistics per token and `codes.channels` channels.
-
-    Each token's weight is multiplied by the step of its group before the sum over codes.
-    """
+    """A loop that adds the weighted sums of a segment with statistics per token and `codes.channels` channels."""
     dim, span, groups = codes.dim, codes.channels, codes.dim // codes.channels
     read, (_, sums) = _statistics_loop(codes, groups), value_loops(codes.kind, codes.widths, span)
 

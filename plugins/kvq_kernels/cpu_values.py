@@ -80,10 +80,7 @@ def _uniform(widths, token):
 
 @no_type_check
 def _level(widths, token):
-    """A compiled function that decodes a code of symmetric levels, by `levels`, the positive ones, ascending.
-
-    The highest bit is set for positive levels; the others are the index in `levels`, inverted for negative ones.
-    """
+    """A compiled function that decodes a code of symmetric levels: its top bit is the sign; `levels`: positive ones."""
     bits, code = sum(widths), _code(widths, token)
     begin = token * widths[0] % 8 if len(widths) == 1 else 0
     sign, inner = 1 << (begin + bits - 1), (2 ** (bits - 1) - 1) << begin
