@@ -9,8 +9,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-import math
-import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -44,6 +42,7 @@ from kvq_kernels.cpu_stored import (
     mix_shifts,
     norms_and_shifts,
     ones_for,
+    scratch,
 )
 
 SEGMENTS = 64
@@ -92,9 +91,9 @@ def attend(
         Unsupported: stages or quantizers that these loops do not support; `eager` supports more.
     """
     (batch, heads, dim), out_dim = keys.shape, values.shape[2]
-    key_side, value_side = (_Side.of(side) for side in (keys, values))
     q = query.float().reshape(batch, heads, -1, dim) * scaling
     group, tokens = q.shape[2], keys.tokens
+    key_side, value_side = (_Side.of(side, group) for side in (keys, values))
     plain, rotated = q.numpy(), key_side.chain.rotate(q).contiguous().numpy()
     shifts = KeyShifts.of(keys, key_side.chain, key_side.stored, q)
     totals = np.empty((batch, heads, group), np.float32)
@@ -103,7 +102,7 @@ def attend(
     )
 
     def some_heads(place: Heads) -> None:
-        scores, decoded = _scratch((place.count, group, tokens)), key_side.norms_and_shifts(place)
+        scores, decoded = scratch("scores", (place.count, group, tokens)), key_side.norms_and_shifts(place)
         key_side.scores(rotated, plain, place, decoded.norms, scores)
         shifts.add(place, decoded, scores)
         totals[place.index] = softmax_weights(scores.reshape(-1, tokens), first).reshape(-1, group)
@@ -134,17 +133,6 @@ def _run_in_threads(work: Callable[[Heads], None], places: list[Heads]) -> None:
         each.result()
 
 
-def _scratch(shape: tuple[int, int, int]) -> Any:
-    """A buffer for some heads' scores, reused by each thread: allocating new pages takes longer than writing them."""
-    held, count = getattr(_KEPT, "scores", None), math.prod(shape)
-    if held is None or held.size < count:
-        held = _KEPT.scores = np.empty(count + count // 4, np.float32)
-    return held[:count].reshape(shape)
-
-
-_KEPT = threading.local()
-
-
 @functools.cache
 def pool(threads: int) -> ThreadPoolExecutor:
     """Threads that run the loops, which release the GIL."""
@@ -169,15 +157,17 @@ class _Side:
     full: tuple[Segment, Loops] | None
 
     @staticmethod
-    def of(states: PackedStates) -> _Side:
+    def of(states: PackedStates, group: int) -> _Side:
+        """`group`: queries of a KV head; loops for one are compiled apart."""
         reason = unfit_reason(states)
         if reason is not None:
             raise Unsupported(f"cache.attention=packed: {reason}")
         assert states.codec is not None
         quantizer, chain, dim = states.codec.quantizer, build_linear_chain(states.codec), states.shape[2]
-        loops, tables = _loops(quantizer, dim)
+        rows = 1 if group == 1 else 4
+        loops, tables = _loops(quantizer, dim, rows)
         segments = list(_segments(states, quantizer))
-        return _Side(chain, list_stored(states), segments, loops, tables, dim, _full_segment(states))
+        return _Side(chain, list_stored(states), segments, loops, tables, dim, _full_segment(states, rows))
 
     def norms_and_shifts(self, heads: Heads) -> NormsAndShifts:
         """Norms and shifts of some heads."""
@@ -208,28 +198,29 @@ class _Side:
 _NO_TABLES = (np.zeros((1, 1), np.float32),) * 3
 
 
-def _full_segment(states: PackedStates) -> tuple[Segment, Loops] | None:
+def _full_segment(states: PackedStates, rows: int) -> tuple[Segment, Loops] | None:
     """The tokens in full precision as one segment, with its loops of scores and of sums; None: there are none."""
     if states.full is None:
         return None
     half = states.full.dtype is torch.bfloat16
     numbers = (states.full.view(torch.int16) if half else states.full.float()).contiguous()
     dim = states.shape[2]
-    loops = loops_for(Codes("numbers", (16 if half else 32,), dim, dim))
+    loops = loops_for(Codes("numbers", (16 if half else 32,), dim, dim, rows=rows))
     return _segment(states.packed_tokens, numbers.shape[2], [numbers], [], 1), loops
 
 
 @functools.lru_cache(maxsize=64)
-def _loops(quantizer: Quantizer, dim: int) -> tuple[Loops, tuple[Any, ...]]:
+def _loops(quantizer: Quantizer, dim: int, rows: int) -> tuple[Loops, tuple[Any, ...]]:
     """Loops of scores and of weighted sums, and the tables that the codes index."""
     if isinstance(quantizer, LloydMaxQuantizer):
         levels = quantizer.levels(dim, torch.float32)[2 ** (quantizer.bits - 1) :].numpy()
-        return loops_for(Codes("levels", plane_widths(quantizer.bits), dim, dim)), (levels,) * 3
+        return loops_for(Codes("levels", plane_widths(quantizer.bits), dim, dim, rows=rows)), (levels,) * 3
     if isinstance(quantizer, VectorQuantizer):
-        tables = tuple(part.numpy() for part in quantizer.tables())
-        kind = "book" if quantizer.bits == 1 else "shifted_book" if tables[2].any() else "signed_book"
-        return loops_for(Codes(kind, (8,), dim, dim)), tables
-    return loops_for(_grid(quantizer, dim)), _NO_TABLES
+        entries, flips, shifts = (part.numpy() for part in quantizer.tables())
+        kind = "book" if quantizer.bits == 1 else "shifted_book" if shifts.any() else "signed_book"
+        book = b"".join(part.tobytes() for part in (entries, flips, shifts))
+        return loops_for(Codes(kind, (8,), dim, dim, rows=rows, book=book)), _NO_TABLES
+    return loops_for(dataclasses.replace(_grid(quantizer, dim), rows=rows)), _NO_TABLES
 
 
 def _grid(quantizer: Quantizer, dim: int) -> Codes:

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, no_type_check
 
 import numba
 import numpy as np
 
+from kvq_kernels.cpu_books import book_loops
 from kvq_kernels.cpu_values import OPTIONS, TILE, padded, single, value_loops
 
 
@@ -23,7 +24,7 @@ class Codes:
     """The parameters that loops are compiled for.
 
     Attributes:
-        kind, widths: see `value_loops`.
+        kind, widths, rows, book: see `value_loops` and `book_loops`.
         dim, channels: of a head, and of a group whose statistics are per token, a divisor of `dim`.
         per_channel: statistics are per channel and group of tokens.
         low: how a group's lowest value is stored: `float` (fp16), `integer` (a zero point in int16), `symmetric` (`top`
@@ -37,6 +38,8 @@ class Codes:
     per_channel: bool = False
     low: str = "none"
     top: int = 0
+    rows: int = 4
+    book: bytes = field(default=b"", repr=False)
 
 
 Loops = tuple[Callable[..., Any], Callable[..., Any]]
@@ -83,6 +86,14 @@ def _loop_over_heads(loop):
 
 
 @no_type_check
+def _value_loops(codes, span):
+    """The loops `dots` and `sums` for `span` channels of codes."""
+    if codes.kind.endswith("book"):
+        return book_loops(codes.kind, codes.book, span, codes.rows)
+    return value_loops(codes.kind, codes.widths, span, codes.rows)
+
+
+@no_type_check
 def _statistics_loop(codes, groups):
     """A loop that reads the statistics of `count` tokens (or channels) of `groups` groups each, from index `start` on.
 
@@ -118,7 +129,7 @@ def _statistics_loop(codes, groups):
 def _channel_scores(codes):
     """A loop that computes the scores of a segment with statistics per channel and group of `size` tokens."""
     dim, read = codes.dim, _statistics_loop(codes, 1)
-    dots, _ = value_loops(codes.kind, codes.widths, dim)
+    dots, _ = _value_loops(codes, dim)
 
     @numba.njit(**OPTIONS)
     def scores(query, planes, tables, statistics, size, norms, start, tokens, out):
@@ -155,7 +166,7 @@ def _channel_scores(codes):
 def _channel_mix(codes):
     """A loop that adds the weighted sums of a segment with statistics per channel and group of `size` tokens."""
     dim, read = codes.dim, _statistics_loop(codes, 1)
-    _, sums = value_loops(codes.kind, codes.widths, dim)
+    _, sums = _value_loops(codes, dim)
 
     @numba.njit(**OPTIONS)
     def mix(weights, planes, tables, statistics, size, norms, start, tokens, out):
@@ -194,7 +205,10 @@ def _channel_mix(codes):
 def _token_scores(codes):
     """A loop that computes the scores of a segment with statistics per token and `codes.channels` channels."""
     dim, span, groups = codes.dim, codes.channels, codes.dim // codes.channels
-    read, (dots, _) = _statistics_loop(codes, groups), value_loops(codes.kind, codes.widths, span)
+    read, (dots, _) = (
+        _statistics_loop(codes, groups),
+        _value_loops(codes, span),
+    )
 
     @numba.njit(**OPTIONS)
     def scores(query, planes, tables, statistics, size, norms, start, tokens, out):
@@ -227,7 +241,10 @@ def _token_scores(codes):
 def _token_mix(codes):
     """A loop that adds the weighted sums of a segment with statistics per token and `codes.channels` channels."""
     dim, span, groups = codes.dim, codes.channels, codes.dim // codes.channels
-    read, (_, sums) = _statistics_loop(codes, groups), value_loops(codes.kind, codes.widths, span)
+    read, (_, sums) = (
+        _statistics_loop(codes, groups),
+        _value_loops(codes, span),
+    )
 
     @numba.njit(**OPTIONS)
     def mix(weights, planes, tables, statistics, size, norms, start, tokens, out):

@@ -9,6 +9,8 @@ where that was undone before it, and to the sums of values.
 from __future__ import annotations
 
 import functools
+import math
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, no_type_check
@@ -22,7 +24,7 @@ from torch import Tensor
 from kvq.codecs import DoubleQuant, plane_widths
 from kvq.codecs.packed import BlockRun
 from kvq.kernels.linear_chain import LinearChain, PackedStates
-from kvq_kernels.cpu_values import OPTIONS, TILE, padded, single, value_loops
+from kvq_kernels.cpu_values import OPTIONS, TILE, single, value_loops
 
 
 @dataclass(frozen=True)
@@ -80,11 +82,13 @@ class Stored:
     """What a chain stores next to the codes of a run of blocks.
 
     Attributes:
+        index: number of the run.
         start: index of the first token.
         run: layout of the blocks.
         parts: stored parts by name, without those of the quantizer.
     """
 
+    index: int
     start: int
     run: BlockRun
     parts: dict[str, Flat]
@@ -92,7 +96,7 @@ class Stored:
     def rows(self, name: str, quantized: DoubleQuant | None, heads: Heads, tokens: bool, length: int) -> Any:
         """Decode part `name` to `[heads or 1, blocks, length]` in fp32: a number per token (`tokens`) or channel."""
         if quantized is None:
-            return _numbers(self.parts[name], heads).reshape(-1, self.run.count, length)
+            return self.numbers(name, heads).reshape(-1, self.run.count, length)
         parts = {key.removeprefix(f"{name}."): part for key, part in self.parts.items() if key.startswith(f"{name}.")}
         if not _has_restore_loop(quantized, tokens, length):
             decodable = {key: part.of_heads(heads).unflatten(1, (self.run.count, -1)) for key, part in parts.items()}
@@ -101,16 +105,40 @@ class Stored:
             return numbers.flatten(2).contiguous().numpy()
         codes, steps = parts["codes.0"], parts["step"]
         size = min(quantized.group_size or length, length)
-        out = np.empty((heads.count if codes.place[0] else 1, self.run.count, length), np.float32)
+        out = scratch(f"{name}.{self.index}", (heads.count if codes.place[0] else 1, self.run.count, length))
         first = 2 ** (quantized.bits - 1) - 1 if quantized.signed else 0
         at = codes.place[0], steps.place[0]
         restore_loop(quantized.bits)(codes.from_head(heads), steps.from_head(heads), at, size, first, out)
         return out
 
+    def numbers(self, name: str, heads: Heads) -> Any:
+        """A part without codes, `[heads or 1, numbers]` in fp32."""
+        part = self.parts[name]
+        if part.part.dtype is not torch.float16:
+            return part.of_heads(heads).float().flatten(1).contiguous().numpy()
+        step, rows, columns = part.place
+        out = scratch(f"{name}.{self.index}", (heads.count if step else 1, rows * columns))
+        halves(part.from_head(heads), step, out)
+        return out
+
+
+def scratch(name: str, shape: tuple[int, ...]) -> Any:
+    """A thread's buffer in fp32, reused at the next call: allocating new pages takes longer than writing them."""
+    held, count = getattr(_KEPT, name, None), math.prod(shape)
+    if held is None or held.size < count:
+        held = np.empty(count + count // 4, np.float32)
+        setattr(_KEPT, name, held)
+    return held[:count].reshape(shape)
+
+
+_KEPT = threading.local()
+
 
 @dataclass(frozen=True)
 class NormsAndShifts:
     """The decoded norms and shifts of some heads.
+
+    They are overwritten when those of other heads, or of another side, are decoded in the same thread.
 
     Attributes:
         norms: factor of each token, `[heads or 1, tokens]`.
@@ -125,8 +153,8 @@ class NormsAndShifts:
 def list_stored(states: PackedStates) -> list[Stored]:
     """What the chain stores next to the codes of each run of blocks, in order."""
     return [
-        Stored(start, run, {name: Flat.of(part) for name, part in parts.items() if "." in name or name == "gain"})
-        for start, run, parts in states.runs()
+        Stored(index, start, run, {key: Flat.of(part) for key, part in parts.items() if "." in key or key == "gain"})
+        for index, (start, run, parts) in enumerate(states.runs())
     ]
 
 
@@ -137,7 +165,9 @@ def norms_and_shifts(chain: LinearChain, stored: Sequence[Stored], heads: Heads,
 
     def times(parts: list[Any]) -> Any:
         part = parts[0] if len(parts) == 1 else np.concatenate(parts, -1)
-        return part if product is None else product * part
+        if product is None:
+            return part
+        return np.multiply(product, part, out=part if len(part) >= len(product) else None)
 
     for name, stage in chain.norms.items():
         before.append(product)
@@ -145,7 +175,7 @@ def norms_and_shifts(chain: LinearChain, stored: Sequence[Stored], heads: Heads,
         product = times([part.reshape(len(part), -1) for part in rows])
     before.append(product)
     if "gain" in stored[0].parts:
-        product = times([_numbers(each.parts["gain"], heads) for each in stored])
+        product = times([each.numbers("gain", heads) for each in stored])
     ones = ones_for(sum(each.run.tokens * each.run.count for each in stored))
     shifts = []
     for shift in chain.shifts:
@@ -165,20 +195,10 @@ def _ones(tokens: int) -> Any:
     return np.ones((1, tokens), np.float32)
 
 
-def _numbers(part: Flat, heads: Heads) -> Any:
-    """The numbers of a stored part for some heads, `[heads or 1, numbers]` in fp32."""
-    if part.part.dtype is not torch.float16:
-        return part.of_heads(heads).float().flatten(1).contiguous().numpy()
-    step, rows, columns = part.place
-    out = np.empty((heads.count if step else 1, rows * columns), np.float32)
-    halves(part.from_head(heads), step, out)
-    return out
-
-
 def _has_restore_loop(quantized: DoubleQuant, tokens: bool, length: int) -> bool:
     """Whether `restore_loop` decodes numbers per token (`tokens`) or channel: one plane, groups begin on a byte."""
     along = "per_channel" if tokens else "per_token"
-    if quantized.axis is not along or quantized.bits > 8 or len(plane_widths(quantized.bits)) > 1:
+    if quantized.axis != along or quantized.bits > 8 or len(plane_widths(quantized.bits)) > 1:
         return False
     return min(quantized.group_size or length, length) % (8 // quantized.bits) == 0
 
@@ -211,16 +231,16 @@ def restore_loop(width: int):
             for row in range(rows):
                 begin, row_steps = head * at[0] + row * columns, steps[head * at[1] + row * groups :]
                 line, held = out[head, row], codes[begin : begin + columns]
+                for byte in range(length // places):
+                    code = np.int32(held[byte])
+                    for place in range(places):
+                        line[byte * places + place] = np.float32(np.int32((code >> (place * width)) & mask) - first)
+                for i in range(length // places * places, length):
+                    line[i] = np.float32(((np.int32(held[i // places]) >> (i % places * width)) & mask) - first)
                 for group in range(groups):
-                    step, stop = single(row_steps[group]), min((group + 1) * size, length)
-                    whole = stop // places
-                    for byte in range(group * size // places, whole):
-                        code = np.int32(held[byte])
-                        for place in range(places):
-                            line[byte * places + place] = np.float32(((code >> (place * width)) & mask) - first) * step
-                    for i in range(whole * places, stop):
-                        code = np.int32(held[whole])
-                        line[i] = np.float32(((code >> (i % places * width)) & mask) - first) * step
+                    step, near = single(row_steps[group]), line[group * size : (group + 1) * size]
+                    for i in range(near.shape[0]):
+                        near[i] *= step
 
     return restore
 
@@ -301,42 +321,44 @@ def turned_loop(pairs: int, half: bool, interleaved: bool):
     in fp32 (`half`: bf16, held as int16), `factors` `[heads or 1, tokens]`, `out` `[heads, group, tokens]`. A token's
     angles are what a query's products with the vector are multiplied by, as if they were the values of codes.
     """
-    dots, _ = value_loops("numbers", (16 if half else 32,), pairs)
+    dots, _ = value_loops("numbers", (16 if half else 32,), pairs, 4)
     step, apart = (2, 1) if interleaved else (1, pairs)
 
     @numba.njit(**OPTIONS)
-    def turned(query, vectors, angles, factors, start, length, out):
-        group, dim = query.shape
-        totals = np.zeros((2, padded(group), TILE), np.float32)
-        products, rest = np.zeros((2, padded(group), pairs), np.float32), np.empty(group, np.float32)
-        for block in range(vectors.shape[0]):
-            vector, first = vectors[block], start + block * length
-            for h in range(group):
-                head_query, one, two = query[h], products[0, h], products[1, h]
-                for p in range(pairs):
-                    a, b = p * step, p * step + apart
-                    one[p] = head_query[a] * vector[a] + head_query[b] * vector[b]
-                    two[p] = head_query[b] * vector[a] - head_query[a] * vector[b]
-                still = np.float32(0)
-                for channel in range(2 * pairs, dim):
-                    still += head_query[channel] * vector[channel]
-                rest[h] = still
+    def turn(queries, vectors, block, products, rest):
+        """The products that cosines and sines are multiplied by, and those of channels that are not turned."""
+        heads, group, dim = queries.shape
+        for row in range(heads * group):
+            head_query, vector = queries[row // group, row % group], vectors[min(row // group, len(vectors) - 1), block]
+            one, two, still = products[0, row], products[1, row], np.float32(0)
+            for p in range(pairs):
+                a, b = p * step, p * step + apart
+                one[p] = head_query[a] * vector[a] + head_query[b] * vector[b]
+                two[p] = head_query[b] * vector[a] - head_query[a] * vector[b]
+            for channel in range(2 * pairs, dim):
+                still += head_query[channel] * vector[channel]
+            rest[row] = still
+
+    @numba.njit(**OPTIONS)
+    def turned(queries, vectors, angles, factors, start, length, out):
+        group, rows = queries.shape[1], queries.shape[0] * queries.shape[1]
+        whole = (rows + 3) // 4 * 4
+        totals, rest = np.zeros((2, whole, TILE), np.float32), np.empty(rows, np.float32)
+        products = np.zeros((2, whole, pairs), np.float32)
+        for block in range(vectors.shape[1]):
+            first = start + block * length
+            turn(queries, vectors, block, products, rest)
             for token in range(first, first + length, TILE):
                 count = min(TILE, first + length - token)
                 if pairs > 0:
                     for part in range(2):
                         turns = (angles[part], angles[part], angles[part])
                         dots(products[part], turns, turns, token, 0, count, totals[part])
-                near = factors[token : token + count]
-                for h in range(group):
-                    line, one, two, still = out[h, token : token + count], totals[0, h], totals[1, h], rest[h]
+                for row in range(rows):
+                    head, one, two, still = row // group, totals[0, row], totals[1, row], rest[row]
+                    line = out[head, row % group, token : token + count]
+                    near = factors[min(head, len(factors) - 1), token : token + count]
                     for t in range(count):
                         line[t] += (one[t] + two[t] + still) * near[t]
 
-    @numba.njit(**OPTIONS)
-    def all_heads(queries, vectors, angles, factors, start, length, out):
-        for h in range(out.shape[0]):
-            head_vectors, near = vectors[min(h, len(vectors) - 1)], factors[min(h, len(factors) - 1)]
-            turned(queries[h], head_vectors, angles, near, start, length, out[h])
-
-    return all_heads
+    return turned

@@ -1,9 +1,8 @@
 """Products of queries, and of weights, with the values of packed codes: the inner loops of attention on a CPU.
 
 Codes of four tokens are decoded as they are read from their bytes and meet one or four rows (queries, or weights) in
-one loop over channels, which LLVM turns into vector instructions. Entries of codebooks, of 8 channels each, are copied
-to a buffer of a few tokens first. An operation on numba's integers has 64 bits: `np.int32`
-keeps them narrow, and indices of `np.uintp` are not checked for being below zero.
+one loop over channels, which LLVM turns into vector instructions. An operation on numba's integers has 64 bits:
+`np.int32` keeps them narrow, and indices of `np.uintp` are not checked for being below zero.
 """
 
 from __future__ import annotations
@@ -18,10 +17,6 @@ OPTIONS = {"nogil": True, "fastmath": True, "error_model": "numpy", "boundscheck
 INLINED = OPTIONS | {"forceinline": True}
 TILE = 128
 """Tokens whose scores or weights are scaled together."""
-GROUP = 8
-"""Channels of a codebook's entry."""
-BUFFERED = 16
-"""Tokens whose entries are held in a buffer; a divisor of `TILE`, a multiple of 8."""
 
 
 @numba.njit(**OPTIONS)
@@ -130,21 +125,6 @@ def _number(widths, token):
 
 
 @no_type_check
-def _entry(signed, shifted, token):
-    """A compiled function that reads a channel of a codebook entry from buffers: bits, sign masks and shifts."""
-
-    @numba.njit(**OPTIONS)
-    def value(planes, levels, first, channel):
-        bits = planes[0][first + token, channel]
-        number = np.int32(bits ^ planes[1][first + token, channel] if signed else bits).view(np.float32)
-        if not shifted:
-            return number
-        return number + np.int32(planes[2][first + token, channel]).view(np.float32)
-
-    return value
-
-
-@no_type_check
 def _first_numbers(count):
     """A compiled function that returns the first `count` numbers of an array as a tuple, to keep in registers."""
     rest, last = None if count == 1 else _first_numbers(count - 1), count - 1
@@ -162,24 +142,21 @@ def _first_numbers(count):
 
 @functools.cache
 @no_type_check
-def value_loops(kind: str, widths: tuple[int, ...], span: int):
+def value_loops(kind: str, widths: tuple[int, ...], span: int, rows: int):
     """The loops `dots` and `sums` for `span` channels of codes in planes of `widths` bits.
 
-    `kind`: `uniform`, `levels` (tables: the positive ones), `numbers` (of 32 or 16 bits) or a codebook, `book`,
-    `signed_book` or `shifted_book` (tables `[256, 8]` of entries and, by second byte, signs and shifts).
+    `kind`: `uniform`, `levels` (tables: the positive ones) or `numbers` (of 32 or 16 bits).
 
     `dots(queries, planes, tables, first, channel, count, products)` writes to `products[row, token]` those of queries
     with the values of `count` tokens from `first` (a multiple of 4) on, over the channels from `channel` on.
     `sums(weights, planes, tables, first, channel, count, out)` adds weighted sums to `out[row, channel]`; weights are
-    zero from `count` on. Rows are one, or a multiple of four (`padded`); their columns a multiple of `BUFFERED`.
+    zero from `count` on. There is one row (`rows` 1) or a multiple of four (4); columns are a multiple of four.
     """
-    if kind.endswith("book"):
-        return _book_loops(kind, span)
     value = {"uniform": _uniform, "levels": _level, "numbers": _number}[kind]
     values = tuple(value(widths, token) for token in range(4))
     units = _units(widths) if kind == "uniform" else (np.float32(1),) * 4
     ready = _first_numbers(2 ** (sum(widths) - 1) if kind == "levels" else 1)
-    return _dots(values, units, ready, span), _sums(values, units, ready, span)
+    return _dots(values, units, ready, span, rows), _sums(values, units, ready, span, rows)
 
 
 @numba.njit
@@ -190,7 +167,7 @@ def padded(rows):
 
 
 @no_type_check
-def _dots(values, units, ready, span):
+def _dots(values, units, ready, span, rows):
     """The loop `dots` of `value_loops`; `values` decode four tokens, `units` scale them, `ready` loads a table."""
     (v0, v1, v2, v3), (u0, u1, u2, u3), zero = values, units, np.float32(0)
 
@@ -227,7 +204,7 @@ def _dots(values, units, ready, span):
     @numba.njit(**OPTIONS)
     def dots(queries, planes, tables, first, channel, count, products):
         levels = ready(tables[0].reshape(-1))
-        if queries.shape[0] == 1:
+        if rows == 1:
             query, line = queries[0], products[0]
             for t in range(0, count, 4):
                 one(query, planes, levels, first + t, channel, line, t)
@@ -242,7 +219,7 @@ def _dots(values, units, ready, span):
 
 
 @no_type_check
-def _sums(values, units, ready, span):
+def _sums(values, units, ready, span, rows):
     """The loop `sums` of `value_loops`; arguments as for `_dots`."""
     (v0, v1, v2, v3), (u0, u1, u2, u3) = values, units
 
@@ -278,69 +255,15 @@ def _sums(values, units, ready, span):
     @numba.njit(**OPTIONS)
     def sums(weights, planes, tables, first, channel, count, out):
         levels = ready(tables[0].reshape(-1))
-        if weights.shape[0] == 1:
+        if rows == 1:
             line, to = weights[0], out[0]
             for t in range(0, count, 4):
                 one(line, planes, levels, first + t, channel, t, to)
         else:
             for h in range(0, weights.shape[0], 4):
                 lines = weights[h], weights[h + 1], weights[h + 2], weights[h + 3]
-                rows = out[h], out[h + 1], out[h + 2], out[h + 3]
+                to = out[h], out[h + 1], out[h + 2], out[h + 3]
                 for t in range(0, count, 4):
-                    four(*lines, planes, levels, first + t, channel, t, *rows)
+                    four(*lines, planes, levels, first + t, channel, t, *to)
 
     return sums
-
-
-@no_type_check
-def _book_loops(kind, dim):
-    """The loops `dots` and `sums` of `value_loops` for a codebook; a few tokens are decoded at a time."""
-    signed, shifted = kind != "book", kind == "shifted_book"
-    values, ready = [_entry(signed, shifted, token) for token in range(4)], _first_numbers(1)
-    units = (np.float32(1),) * 4
-    value_dots, value_sums = _dots(values, units, ready, dim), _sums(values, units, ready, dim)
-
-    @numba.njit(**INLINED)
-    def copy(table, row, out, c):
-        """Copy 8 numbers, all of which are read before one is written: then they are one vector."""
-        r = np.uintp(row) << np.uintp(3)
-        a0, a1, a2, a3 = table[r], table[r + np.uintp(1)], table[r + np.uintp(2)], table[r + np.uintp(3)]
-        b0, b1 = table[r + np.uintp(4)], table[r + np.uintp(5)]
-        b2, b3 = table[r + np.uintp(6)], table[r + np.uintp(7)]
-        out[c], out[c + 1], out[c + 2], out[c + 3] = a0, a1, a2, a3
-        out[c + 4], out[c + 5], out[c + 6], out[c + 7] = b0, b1, b2, b3
-
-    @numba.njit(**OPTIONS)
-    def decode(codes, seconds, entries, masks, shifts, first, values, signs, more):
-        """Write the entries of some tokens as bits to `values`, their sign masks to `signs`, shifts to `more`."""
-        last = codes.shape[0] - 1
-        for t in range(BUFFERED):
-            row = min(first + t, last)
-            for group in range(dim // GROUP):
-                at = t * dim + group * GROUP
-                copy(entries, codes[row, group], values, at)
-                if signed:
-                    copy(masks, seconds[row, group], signs, at)
-                if shifted:
-                    copy(shifts, seconds[row, group], more, at)
-
-    @numba.njit(**INLINED)
-    def decoded(planes, tables, first, held):
-        entries, masks, shifts = tables[0].view(np.int32), tables[1].view(np.int32), tables[2].view(np.int32)
-        flat = held[0].reshape(-1), held[1].reshape(-1), held[2].reshape(-1)
-        decode(planes[0], planes[1], entries.reshape(-1), masks.reshape(-1), shifts.reshape(-1), first, *flat)
-        return held[0], held[1], held[2]
-
-    @numba.njit(**OPTIONS)
-    def dots(queries, planes, tables, first, channel, count, products):
-        held = np.empty((3, BUFFERED, dim), np.int32)
-        for t in range(0, count, BUFFERED):
-            value_dots(queries, decoded(planes, tables, first + t, held), tables, 0, 0, BUFFERED, products[:, t:])
-
-    @numba.njit(**OPTIONS)
-    def sums(weights, planes, tables, first, channel, count, out):
-        held = np.empty((3, BUFFERED, dim), np.int32)
-        for t in range(0, count, BUFFERED):
-            value_sums(weights[:, t:], decoded(planes, tables, first + t, held), tables, 0, 0, BUFFERED, out)
-
-    return dots, sums
