@@ -20,8 +20,8 @@ from torch import Tensor
 from kvq.codecs import VectorQuantizer
 from kvq.codecs.quantizers import Parts, to_stored
 from kvq_kernels.cpu import pool
+from kvq_kernels.cpu_books import GROUP
 from kvq_kernels.cpu_loops import highest
-from kvq_kernels.cpu_values import GROUP
 from kvq_kernels.uniform_chain import ROWS, Grids, UniformChain, book_columns, fit_grids, gain_of, parts_of_search
 
 ENTRIES = 256
