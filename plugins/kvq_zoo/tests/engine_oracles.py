@@ -265,10 +265,15 @@ def mx_block16(group):
     return {"codes": codes, "scale": [exponent + 127]}, values
 
 
-def static_int8(group):
-    """TensorRT-LLM, after division by the layer's number."""
-    codes = [clamp(half_even(v), -128, 127) for v in group]
-    return {"codes": [q + 128 for q in codes]}, [float(q) for q in codes]
+def static(bits):
+    """TensorRT-LLM and ONNX Runtime, after division by a fixed number."""
+    half = 2 ** (bits - 1)
+
+    def code(group):
+        codes = [clamp(half_even(v), -half, half - 1) for v in group]
+        return {"codes": [q + half for q in codes]}, [float(q) for q in codes]
+
+    return code
 
 
 @cache

@@ -133,12 +133,16 @@ SCALED = {
     "engine/vllm_nvfp4": (by.by_group(16, by.nvfp4()), 2688),
     "engine/sglang_nvfp4": (by.by_group(16, by.nvfp4()), 2688),
     "engine/vllm_nvfp4_4over6": (by.by_group(16, by.nvfp4(four_over_six=True)), 2688),
-    "engine/tensorrt_int8": (by.by_group(DIM, by.static_int8), 127),
+    "engine/tensorrt_int8": (by.by_group(DIM, by.static(8)), 127),
+    "engine/onnxruntime_int8/per_tensor": (by.by_group(DIM, by.static(8)), 127),
+    "engine/onnxruntime_int4/per_tensor": (by.by_group(DIM, by.static(4)), 7),
     "engine/tensorrt_fp8": (by.by_group(DIM, by.cast("e4m3")), 448),
     "engine/tensorrt_nvfp4": (by.by_group(16, by.nvfp4()), 2688),
 }
 # A number for the layer of rotated keys, for each side its own, or for each head.
 SCALED_APART = ("engine/sglang_nvfp4/rotated_keys", "engine/vllm_fp8_k_nvfp4_v", "engine/vllm_fp8/per_head")
+# A number for each channel of each head: bits.
+CHANNEL_SCALED = {"engine/onnxruntime_int8": 8, "engine/onnxruntime_int4": 4}
 BY_CHANNEL = {"engine/openvino_u8_by_channel": 8, "engine/openvino_u4_by_channel": 4}
 # Bits of keys and of values at 128 channels.
 BITS = {
@@ -146,6 +150,8 @@ BITS = {
     "sglang_fp8": (8, 8),
     "tensorrt_fp8": (8, 8),
     "tensorrt_int8": (8, 8),
+    "onnxruntime_int8": (8, 8),
+    "onnxruntime_int4": (4, 4),
     "vllm_int8_per_token_head": (8 + 32 / 128,) * 2,
     "vllm_fp8_per_token_head": (8 + 32 / 128,) * 2,
     "vllm_int4_per_token_head": (4 + 32 / 128,) * 2,
@@ -235,7 +241,7 @@ def hold(codec, x, oracle):
 
 
 def test_every_preset_has_an_oracle_and_its_bits():
-    assert {*ORACLES, *SCALED, *SCALED_APART, *BY_CHANNEL} == set(PRESETS)
+    assert {*ORACLES, *SCALED, *SCALED_APART, *CHANNEL_SCALED, *BY_CHANNEL} == set(PRESETS)
     assert {f"engine/{name}" for name in BITS} == {name for name in PRESETS if name.count("/") == 1}
 
 
@@ -265,6 +271,18 @@ def test_a_number_for_each_head_is_that_of_its_largest_magnitude(side):
         oracle = by.layer_scaled(by.by_group(DIM, by.cast("e4m3")), number)
         decoded = codec.decode(codec.encode(1.25 * x))[0, head]
         wanted = [oracle(1.25 * row.numpy())[1] for row in x[0, head]]
+        np.testing.assert_allclose(decoded, wanted, rtol=1e-6)
+
+
+@pytest.mark.parametrize("side", ["key", "value"])
+@pytest.mark.parametrize("name", CHANNEL_SCALED)
+def test_a_number_for_each_channel_is_that_of_its_largest_magnitude(name, side):
+    x, bits = states(8), CHANNEL_SCALED[name]
+    codec = getattr(build(name, x), side)
+    numbers = x.abs().amax(2).numpy().astype(np.float32)[0] / np.float32(2 ** (bits - 1) - 1)
+    for head, number in enumerate(numbers):
+        decoded = codec.decode(codec.encode(1.25 * x))[0, head]
+        wanted = [by.static(bits)(1.25 * row.numpy() / number)[1] * number for row in x[0, head]]
         np.testing.assert_allclose(decoded, wanted, rtol=1e-6)
 
 
