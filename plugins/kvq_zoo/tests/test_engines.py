@@ -139,10 +139,11 @@ SCALED = {
     "engine/tensorrt_fp8": (by.by_group(DIM, by.cast("e4m3")), 448),
     "engine/tensorrt_nvfp4": (by.by_group(16, by.nvfp4()), 2688),
 }
-# A number for the layer of rotated keys, for each side its own, or for each head.
-SCALED_APART = ("engine/sglang_nvfp4/rotated_keys", "engine/vllm_fp8_k_nvfp4_v", "engine/vllm_fp8/per_head")
-# A number for each channel of each head: bits.
-CHANNEL_SCALED = {"engine/onnxruntime_int8": 8, "engine/onnxruntime_int4": 4}
+# A number for the layer of rotated keys, for each side its own, for each head or channel.
+SCALED_APART = (
+    "engine/sglang_nvfp4/rotated_keys", "engine/vllm_fp8_k_nvfp4_v", "engine/vllm_fp8/per_head",
+    "engine/onnxruntime_int8", "engine/onnxruntime_int4",
+)  # fmt: skip
 BY_CHANNEL = {"engine/openvino_u8_by_channel": 8, "engine/openvino_u4_by_channel": 4}
 # Bits of keys and of values at 128 channels.
 BITS = {
@@ -241,7 +242,7 @@ def hold(codec, x, oracle):
 
 
 def test_every_preset_has_an_oracle_and_its_bits():
-    assert {*ORACLES, *SCALED, *SCALED_APART, *CHANNEL_SCALED, *BY_CHANNEL} == set(PRESETS)
+    assert {*ORACLES, *SCALED, *SCALED_APART, *BY_CHANNEL} == set(PRESETS)
     assert {f"engine/{name}" for name in BITS} == {name for name in PRESETS if name.count("/") == 1}
 
 
@@ -263,26 +264,18 @@ def test_a_layers_number_is_that_of_its_largest_magnitude(name, side):
 
 
 @pytest.mark.parametrize("side", ["key", "value"])
-def test_a_number_for_each_head_is_that_of_its_largest_magnitude(side):
+@pytest.mark.parametrize(("name", "axes", "oracle", "divisor"), [
+    ("engine/vllm_fp8/per_head", (2, 3), by.by_group(DIM, by.cast("e4m3")), 448),
+    ("engine/onnxruntime_int8", (2,), by.static(8), 127),
+    ("engine/onnxruntime_int4", (2,), by.static(4), 7),
+])  # fmt: skip
+def test_a_number_for_each_head_or_channel_is_that_of_its_largest_magnitude(name, side, axes, oracle, divisor):
     x = states(8)
-    codec = getattr(build("engine/vllm_fp8/per_head", x), side)
-    for head in range(x.shape[1]):
-        number = float(np.float32(x[:, head].abs().max()) / np.float32(448))
-        oracle = by.layer_scaled(by.by_group(DIM, by.cast("e4m3")), number)
-        decoded = codec.decode(codec.encode(1.25 * x))[0, head]
-        wanted = [oracle(1.25 * row.numpy())[1] for row in x[0, head]]
-        np.testing.assert_allclose(decoded, wanted, rtol=1e-6)
-
-
-@pytest.mark.parametrize("side", ["key", "value"])
-@pytest.mark.parametrize("name", CHANNEL_SCALED)
-def test_a_number_for_each_channel_is_that_of_its_largest_magnitude(name, side):
-    x, bits = states(8), CHANNEL_SCALED[name]
     codec = getattr(build(name, x), side)
-    numbers = x.abs().amax(2).numpy().astype(np.float32)[0] / np.float32(2 ** (bits - 1) - 1)
+    numbers = x.abs().amax(axes)[0].numpy().astype(np.float32) / np.float32(divisor)
     for head, number in enumerate(numbers):
         decoded = codec.decode(codec.encode(1.25 * x))[0, head]
-        wanted = [by.static(bits)(1.25 * row.numpy() / number)[1] * number for row in x[0, head]]
+        wanted = [np.array(oracle(1.25 * row.numpy() / number)[1]) * number for row in x[0, head]]
         np.testing.assert_allclose(decoded, wanted, rtol=1e-6)
 
 
