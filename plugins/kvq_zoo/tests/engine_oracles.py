@@ -265,15 +265,10 @@ def mx_block16(group):
     return {"codes": codes, "scale": [exponent + 127]}, values
 
 
-def static(bits):
+def static(bits, group):
     """TensorRT-LLM and ONNX Runtime, after division by a fixed number."""
-    half = 2 ** (bits - 1)
-
-    def code(group):
-        codes = [clamp(half_even(v), -half, half - 1) for v in group]
-        return {"codes": [q + half for q in codes]}, [float(q) for q in codes]
-
-    return code
+    codes = [clamp(half_even(v), -(2 ** (bits - 1)), 2 ** (bits - 1) - 1) for v in group]
+    return {"codes": [q + 2 ** (bits - 1) for q in codes]}, [float(q) for q in codes]
 
 
 @cache

@@ -1,6 +1,7 @@
 """Presets `engine/...` against oracles that go one value at a time, and their bits against closed forms."""
 
 import math
+from functools import partial
 
 import numpy as np
 import pytest
@@ -133,9 +134,9 @@ SCALED = {
     "engine/vllm_nvfp4": (by.by_group(16, by.nvfp4()), 2688),
     "engine/sglang_nvfp4": (by.by_group(16, by.nvfp4()), 2688),
     "engine/vllm_nvfp4_4over6": (by.by_group(16, by.nvfp4(four_over_six=True)), 2688),
-    "engine/tensorrt_int8": (by.by_group(DIM, by.static(8)), 127),
-    "engine/onnxruntime_int8/per_tensor": (by.by_group(DIM, by.static(8)), 127),
-    "engine/onnxruntime_int4/per_tensor": (by.by_group(DIM, by.static(4)), 7),
+    "engine/tensorrt_int8": (by.by_group(DIM, partial(by.static, 8)), 127),
+    "engine/onnxruntime_int8/per_tensor": (by.by_group(DIM, partial(by.static, 8)), 127),
+    "engine/onnxruntime_int4/per_tensor": (by.by_group(DIM, partial(by.static, 4)), 7),
     "engine/tensorrt_fp8": (by.by_group(DIM, by.cast("e4m3")), 448),
     "engine/tensorrt_nvfp4": (by.by_group(16, by.nvfp4()), 2688),
 }
@@ -266,8 +267,8 @@ def test_a_layers_number_is_that_of_its_largest_magnitude(name, side):
 @pytest.mark.parametrize("side", ["key", "value"])
 @pytest.mark.parametrize(("name", "axes", "oracle", "divisor"), [
     ("engine/vllm_fp8/per_head", (2, 3), by.by_group(DIM, by.cast("e4m3")), 448),
-    ("engine/onnxruntime_int8", (2,), by.static(8), 127),
-    ("engine/onnxruntime_int4", (2,), by.static(4), 7),
+    ("engine/onnxruntime_int8", (2,), partial(by.static, 8), 127),
+    ("engine/onnxruntime_int4", (2,), partial(by.static, 4), 7),
 ])  # fmt: skip
 def test_a_number_for_each_head_or_channel_is_that_of_its_largest_magnitude(name, side, axes, oracle, divisor):
     x = states(8)
