@@ -168,6 +168,7 @@ def test_whatever_the_key_has_is_in_the_signature(run: tuple[str, ...]) -> None:
     assert address(made.record("m", settings=key, dataset="another")) != here
 
 
+@pytest.mark.every_plugin
 def test_what_a_cell_asks_for_is_what_a_record_of_it_says() -> None:
     for run in RUNS.values():
         config = resolve(compose(list(run)))

@@ -123,6 +123,7 @@ def test_small_is_the_same_shape(experiments: list[Experiment]) -> None:
             assert not {"dataset=wikitext2", "dataset=c4", "task=longbench"} & set(job)
 
 
+@pytest.mark.every_plugin
 def test_the_real_model_has_what_embedded_ones_have_and_its_own() -> None:
     """`layout.real` says only what differs from `layout.small`, which serves both."""
     for name, layout in layouts().items():
