@@ -94,7 +94,7 @@ def pairs_figure(numbers: pd.DataFrame) -> Figure:
         draw_heat(axis, np.clip(cells, scale.vmin, None), norm=scale, cmap="viridis_r")
         for (row, column), value in np.ndenumerate(cells):
             if not math.isnan(value):
-                ink = "white" if value > most / 12 else "black"
+                ink = "white" if scale(max(value, scale.vmin)) > 0.4 else "black"
                 axis.text(column, row, f"{value:.3f}", ha="center", va="center", fontsize=4.5, color=ink)
         name_rows(axis, short)
         axis.invert_yaxis()
