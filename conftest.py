@@ -30,30 +30,33 @@ hypothesis.settings.register_profile("ci", deadline=None, derandomize=True, max_
 hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "local")
 
 
-def _left_out() -> set[str]:
-    """Names of the methods and tasks of plugins that are not in use."""
+def _left_out() -> tuple[list[Path], set[str]]:
+    """The folders of plugins that are not in use, and the names of their methods and tasks."""
     from kvq.config.choices import choices_in
     from kvq.config.plugins import installed
 
-    folders = [conf for conf in (ROOT / "plugins").glob("*/conf") if conf.parent.name not in installed()]
-    return {choice.name for folder in folders for choice in choices_in(folder) if choice.group in ("method", "task")}
+    folders = [file.parent for file in (ROOT / "plugins").glob("*/__init__.py") if file.parent.name not in installed()]
+    found = [choice for folder in folders if (folder / "conf").is_dir() for choice in choices_in(folder / "conf")]
+    return folders, {choice.name for choice in found if choice.group in ("method", "task")}
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m chooses
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """The one test that takes a minute begins first, so that no process waits for it at the end.
 
-    What KVQ_PLUGINS leaves out is skipped: cases of a plugin's methods and tasks, and tests marked `every_plugin`.
+    What KVQ_PLUGINS leaves out is skipped: a plugin's tests, cases of its methods and tasks, and tests marked
+    `every_plugin`.
 
     Of a test marked `thin(n)` one case in n, chosen by its name, belongs to the quick half and the others to the long.
     """
     items.sort(key=lambda item: item.path.name != "test_types.py")
-    out = _left_out()
+    folders, out = _left_out()
     for item in items:
         params = getattr(getattr(item, "callspec", None), "params", {}).values()
         words = (word for value in params for word in (value if isinstance(value, list | tuple) else [value]))
         cases = {word.removeprefix("method=") for word in words if isinstance(word, str)}
-        if out and (item.get_closest_marker("every_plugin") or out & cases):
+        of_plugin = any(item.path.is_relative_to(folder) for folder in folders)
+        if of_plugin or (folders and item.get_closest_marker("every_plugin")) or out & cases:
             item.add_marker(pytest.mark.skip(reason="of a plugin that KVQ_PLUGINS leaves out"))
         mark = item.get_closest_marker("thin")
         if mark is not None and zlib.crc32(item.name.encode()) % mark.args[0]:
