@@ -57,7 +57,10 @@ FEWEST_PAIRS = 4
 
 
 def pairs_table(table: Table) -> pd.DataFrame | None:
-    """One line per run of `KEYS+VALUES` (`method.values_of`), and of each of these formats for both; None: too few."""
+    """One line per run of `KEYS+VALUES` (`method.values_of`), and of each of these formats for both; None: too few.
+
+    Of a pair at several widths the first stands in the table.
+    """
     names = [row.name.split("+") for row in table.rows if row.name.count("+") == 1]
     if len(names) < FEWEST_PAIRS:
         return None
@@ -72,7 +75,7 @@ def pairs_table(table: Table) -> pd.DataFrame | None:
         | {name: row.record.metrics.get(name) for name in PAIR_METRICS}
         for row in done
     ]
-    return pd.DataFrame(lines)
+    return pd.DataFrame(lines).drop_duplicates(["keys", "values"])
 
 
 @register_figure(
@@ -96,8 +99,7 @@ def pairs_figure(numbers: pd.DataFrame) -> Figure:
             if not math.isnan(value):
                 ink = "white" if scale(max(value, scale.vmin)) > 0.4 else "black"
                 axis.text(column, row, f"{value:.3f}", ha="center", va="center", fontsize=4.5, color=ink)
-        name_rows(axis, short)
-        axis.invert_yaxis()
+        axis.set_yticks(range(len(names)), short)
         axis.set_xticks(range(len(names)), short, rotation=90)
         hide_frame(axis)
         dress(axis, "values", "keys", title=title)
