@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from experiments.docs import browser
-from kvq.report.html import write_report
+from kvq.report.html import render, write_report
 from kvq.report.tables.build import build_tables
 from kvq.results import Record, Store
 from tests.report import hostile, sweeps
@@ -203,8 +203,9 @@ def test_everything_works_from_the_keyboard(page: Any, runs: dict[str, Record]) 
 def test_the_record_shown_is_the_record_on_disk(driver: Any, folder: Path, committed: Any, every: int) -> None:
     """Of the committed records, but for integral floats, which JavaScript has not, and verdicts, judged anew."""
     store, judged = Store(RESULTS), {record.key: record.metrics for record in committed[0]}
-    tables = build_tables(store, scanned=committed)
-    opened(driver, write_report(store, folder / "committed.html", tables=tables, figures=folder).as_uri())
+    page = folder / "committed.html"
+    page.write_text(render(build_tables(store, scanned=committed)), encoding="utf-8")
+    opened(driver, page.as_uri())
     for key in sorted(judged)[::every]:
         driver.execute_script("location.hash = '#?run=' + arguments[0]; location.reload()", key)
         shown = js(driver, "document.querySelector('#detail-body details code').textContent")
