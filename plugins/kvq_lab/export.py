@@ -1,14 +1,15 @@
 """`kvq export method=engine/vllm_fp8 method.full_precision_layers.key=[0,1] ...`: a format as an engine reads it.
 
-The words are those of a run. What comes out is a command, transformers' arguments, or a recipe of ModelOpt, which
-writes the checkpoints of TensorRT-LLM; where an engine cannot do what is asked, such as bits of its own for a layer, it
-says so.
+The words are those of a run. What comes out is a command, transformers' arguments, a recipe of ModelOpt, which writes
+TensorRT-LLM's checkpoints, or with `map=` widths by layer as an engine reads them; what an engine cannot do is refused.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from itertools import groupby, pairwise
+from typing import Any
 
 import yaml
 
@@ -25,6 +26,7 @@ _USAGE = """A cache format as an engine reads it: the words of a run, without mo
   kvq export method=quanto bits=4 residual.size=64
   kvq export recipe=modelopt method=engine/tensorrt_fp8 method.full_precision_layers.key=[0]
   kvq export --config-dir mine method=own
+  kvq export map=tensorrt method=rtn 'method.bits_by_layer.key=[8,8,4,4]' 'method.bits_by_layer.value=[8,8,4,4]'
 """
 _SKIPS = "--kv-cache-dtype-skip-layers"
 """vLLM's flag for layers that stay as the model computes them, keys and values together."""
@@ -36,6 +38,12 @@ _UNITS = {
     "engine/vllm_nvfp4": "kv_nvfp4",
 }
 """ModelOpt's units of cache formats (its modelopt_recipes/configs/ptq/units) that calibrate a number for each layer."""
+_MAPS = {
+    "modelopt": {4: "NVFP4", 8: "FP8"},
+    "tensorrt": {4: "nvfp4", 8: "fp8"},
+    "ikllama": {4: "q4_0", 5: "q5_0", 6: "q6_0", 8: "q8_0", 16: "f16"},
+}
+"""Formats of `map=`, by the width that they stand for; the first two leave layers of 16 bits out."""
 
 
 def engine_command(config: Config) -> str:
@@ -48,7 +56,7 @@ def engine_command(config: Config) -> str:
             f"method={method.name}: no engine reads it; kvq stores it: kvq.quantize(model, '{method.name}')"
         )
     if method.bits_by_layer:
-        raise Unsupported(f"method.bits_by_layer: the engine of {method.name} stores all layers alike, or not at all")
+        raise Unsupported(f"method.bits_by_layer: the engine of {method.name} stores all layers alike; see map=")
     _check_preset(config)
     layers = {side: sorted(set(method.full_precision_layers.get(side, ()))) for side in ("key", "value")}
     if not any(layers.values()):
@@ -90,6 +98,63 @@ def modelopt_recipe(config: Config) -> str:
     return schema + yaml.safe_dump(recipe, sort_keys=False, width=120).rstrip()
 
 
+def layer_map(config: Config, form: str) -> str:
+    """Bits by layer (16: layers in full precision) as `form` says them, in the formats of these widths.
+
+    modelopt: `kv_cache_quantized_layers`, schema 1, for the checkpoint's hf_quant_config.json beside its scales; vLLM
+        reads it with `--kv-cache-dtype auto` (vllm PR 56116 and Model-Optimizer PR 2272: their descriptions and tests).
+    tensorrt: ranges of layers (TensorRT-LLM PR 13695: description and test of its parser; layers left out are `auto`,
+        what the checkpoint says).
+    ikllama: types of the first and the last layers (ik_llama.cpp PR 1599; `-ctv-last` is right since PR 1626).
+
+    Raises:
+        Unsupported: no bits by layer, bits by head, a width or a sequence of widths that the form cannot say.
+    """
+    if form not in _MAPS:
+        raise Unsupported(f"map={form}: {', '.join(_MAPS)}")
+    key, value = (_layer_formats(config, form, side) for side in ("key", "value"))
+    if form == "ikllama":
+        return f"llama-server -m M.gguf -fa {_edge_flags('ctk', key)} {_edge_flags('ctv', value)}"
+    if key != value:
+        layer = next(at for at, pair in enumerate(zip(key, value, strict=True)) if pair[0] != pair[1])
+        raise Unsupported(f"map={form}: layer {layer} has keys and values of other bits; a layer has one format")
+    if form == "modelopt":
+        entries = {f"model.layers.{at}.self_attn": {"quant_algo": name} for at, name in enumerate(key) if name}
+        words = {"quant_algo": "MIXED_PRECISION", "quantized_layers": entries, "schema_version": 1}
+        return json.dumps({"quantization": {f"kv_cache_{name}": own for name, own in words.items()}}, indent=2)
+    starts = [*(at for at, name in enumerate(key) if not at or name != key[at - 1]), len(key)]
+    runs = [(first, end - 1, key[first]) for first, end in pairwise(starts) if key[first]]
+    text = ",".join(f"{first}-{last}:{name}" if first < last else f"{first}:{name}" for first, last, name in runs)
+    return f'LLM(M, kv_cache_config=KvCacheConfig(dtype="{text}"))'
+
+
+def _layer_formats(config: Config, form: str, side: str) -> list[str]:
+    """The format of each layer's keys or values; empty where the form leaves the layer out."""
+    method, bits = config.method, config.parsed_bits
+    if not method.bits_by_layer or bits is None:
+        raise Unsupported(
+            f"map={form}: method.bits_by_layer says the bits of each layer; method={method.name} has none"
+        )
+    widths: list[Any] = [pair[side == "value"] for pair in method.bits_by_layer.widths(bits)]
+    for layer in method.full_precision_layers.get(side, ()):
+        widths[layer] = 16
+    formats = {16: "", **_MAPS[form]}
+    for layer, width in enumerate(widths):
+        if isinstance(width, list) or width not in formats:
+            raise Unsupported(f"map={form}: {side}s of layer {layer} have {width} bits; it has {sorted(formats)}")
+    return [formats[width] for width in widths]
+
+
+def _edge_flags(flag: str, types: list[str]) -> str:
+    """ik_llama.cpp's flags of one side: a type, and others of the first and of the last layers."""
+    runs = [(name, len(list(same))) for name, same in groupby(types)]
+    if len(runs) > 3:
+        raise Unsupported(f"map=ikllama: -{flag} has a type for the first, middle and last layers; {len(runs)} runs")
+    base = runs[len(runs) > 1][0]
+    ends = zip(("first", "last"), (runs[:-1][:1], runs[2:]), strict=True)
+    return " ".join([f"-{flag} {base}", *(f"-{flag}-{end} {name},{count}" for end, own in ends for name, count in own)])
+
+
 def _check_preset(config: Config) -> None:
     """Raise `Unsupported` for a setting of the method that differs from its preset: engines have no flag for it."""
     plain = resolve(compose([f"method={config.method.name}", f"bits={config.bits_label or 3}"])).method
@@ -119,8 +184,10 @@ def _export(words: list[str]) -> int:
     folder = None
     if words[0] == "--config-dir":
         folder, words = (words[1] if len(words) > 1 else None), words[2:]
+    form = next((word.removeprefix("map=") for word in words if word.startswith("map=")), None)
+    config = composed([word for word in words if word != _RECIPE and not word.startswith("map=")], folder)
     write = modelopt_recipe if _RECIPE in words else engine_command
-    print(write(composed([word for word in words if word != _RECIPE], folder)))
+    print(write(config) if form is None else layer_map(config, form))
     return 0
 
 

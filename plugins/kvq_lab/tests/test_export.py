@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
+import json
+
 import pytest
 import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from kvq.config.explain import choices
 from kvq_lab.export import main
@@ -57,6 +63,69 @@ def test_what_they_cannot(words: list[str], said: str, capsys: pytest.CaptureFix
     error = capsys.readouterr().err
     assert said in error
     assert error.count("\n") == 1
+
+
+def widths(key: object, value: object, *more: str) -> list[str]:
+    given = [f"method.bits_by_layer.key={key}", f"method.bits_by_layer.value={value}"]
+    return ["method=rtn", *(word.replace(" ", "") for word in given), *more]
+
+
+def runs_of(text: str, count: int) -> list[str]:
+    """The format of each of `count` layers by TensorRT-LLM's words: ranges and single layers, others `auto`."""
+    found = ["auto"] * count
+    for part in text.split('"')[1].split(","):
+        span, _, name = part.partition(":")
+        first, _, last = span.partition("-")
+        found[int(first) : int(last or first) + 1] = [name] * (int(last or first) + 1 - int(first))
+    return found
+
+
+@given(st.lists(st.sampled_from([4, 8, 16]), min_size=1, max_size=9).filter(lambda own: set(own) != {16}))
+@settings(max_examples=10, deadline=None)
+def test_maps_of_fp8_and_nvfp4_say_each_layer(own: list[int]) -> None:
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        assert main(["map=tensorrt", *widths(own, own)]) == 0
+        assert main(["map=modelopt", *widths(own, own)]) == 0
+    first, _, rest = out.getvalue().partition("\n")
+    assert runs_of(first, len(own)) == [{4: "nvfp4", 8: "fp8", 16: "auto"}[width] for width in own]
+    found = json.loads(rest)["quantization"]
+    assert found.pop("kv_cache_quantized_layers") == {
+        f"model.layers.{layer}.self_attn": {"quant_algo": {4: "NVFP4", 8: "FP8"}[width]}
+        for layer, width in enumerate(own)
+        if width < 16
+    }
+    assert found == {"kv_cache_quant_algo": "MIXED_PRECISION", "kv_cache_schema_version": 1}
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["map=tensorrt", *widths([8, 8, 4, 4], [8, 8, 4, 4])], 'dtype="0-1:fp8,2-3:nvfp4"'),
+        (["map=tensorrt", *widths([8, 4, 4], [8, 4, 4]), *layers("[-1]", "[2]")], 'dtype="0:fp8,1:nvfp4"'),
+        (["map=ikllama", *widths([4, 4], [8, 8])], "-fa -ctk q4_0 -ctv q8_0"),
+        (["map=ikllama", *widths([8, 4, 4], [6, 6, 8])], "-ctk q4_0 -ctk-first q8_0,1 -ctv q8_0 -ctv-first q6_0,2"),
+        (["map=ikllama", *widths([8, 4, 5], []), "bits=4"], "-ctk q4_0 -ctk-first q8_0,1 -ctk-last q5_0,1 -ctv q4_0"),
+        (["map=ikllama", *widths([16, 4], [4, 4])], "-ctk q4_0 -ctk-first f16,1 -ctv q4_0"),
+    ],
+)
+def test_maps_in_words(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(words) == 0
+    assert said in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["map=vllm", *widths([8], [8])], "map=vllm: modelopt, tensorrt, ikllama"),
+        (["map=tensorrt", "method=engine/tensorrt_fp8"], "method=engine/tensorrt_fp8 has none"),
+        (["map=tensorrt", *widths([8, 2], [8, 2])], "keys of layer 1 have 2 bits; it has [4, 8, 16]"),
+        (["map=modelopt", *widths([[4, 8]], [8])], "keys of layer 0 have [4, 8] bits"),
+        (["map=modelopt", *widths([4, 8], [4, 4])], "layer 1 has keys and values of other bits"),
+        (["map=ikllama", *widths([8, 4, 8, 4], [4] * 4)], "first, middle and last layers; 4 runs"),
+    ],
+)
+def test_maps_that_a_form_cannot_say(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    test_what_they_cannot(words, said, capsys)
 
 
 def test_a_recipe_of_modelopt(capsys: pytest.CaptureFixture[str]) -> None:
