@@ -3,6 +3,8 @@
 A prefix is written to a file (`KVCache.save`), compressed, decompressed and read, and the text goes on from it. Sizes
 are of the file's tensors, coded byte by byte: of numbers of several bytes, all first bytes together, then all second
 ones. Source of the case: KVTC (2511.01815), which ends in DEFLATE, and CacheGen (2310.07240), whose coder is another.
+With `task.coder=exponents` the two planes of bfloat16 are its exponents, and its signs with its mantissas (DFloat11,
+2504.11651, codes weights so): `method=fp16 cache.dtype=bfloat16` is then a lossless baseline of 16 bits.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ from kvq.results.statistics import delta_nll_of_samples
 from kvq.tasks.measurement import Baseline, Measurement, Task, storage_metrics
 from kvq.tasks.reader import Reader, check_prefill
 from kvq.tasks.scoring import Window, cut_windows
-from kvq_lab.settings import ReuseConfig
+from kvq_lab.settings import Coder, ReuseConfig
 from kvq_lab.trajectory import Row, scored_rows
 
 
@@ -54,10 +56,25 @@ def _import_zstandard() -> Any:
     return zstandard
 
 
-def byte_planes(tensor: Tensor) -> list[UInt8[np.ndarray, " numbers"]]:
-    """One array per byte of the dtype: that byte of each of the tensor's numbers, the lowest byte first."""
+def byte_planes(tensor: Tensor, exponents: bool = False) -> list[UInt8[np.ndarray, " numbers"]]:
+    """One array per byte of the dtype: that byte of each of the tensor's numbers, the lowest byte first.
+
+    `exponents`: of bfloat16 the mantissa over the sign, 7 + 1 bits, then the exponent.
+    """
     flat = tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
+    if exponents and tensor.dtype is torch.bfloat16:
+        words = flat.view(np.uint16)
+        flat = (words << 1 | words >> 15).view(np.uint8)
     return list(np.ascontiguousarray(flat.reshape(-1, tensor.element_size()).T))
+
+
+def join_planes(planes: Sequence[UInt8[np.ndarray, " numbers"]], like: Tensor, exponents: bool = False) -> Tensor:
+    """The tensor, of the shape and dtype of `like`, whose `byte_planes` are `planes`."""
+    flat = np.stack(planes, 1).ravel()
+    if exponents and like.dtype is torch.bfloat16:
+        words = flat.view(np.uint16)
+        flat = (words >> 1 | words << 15).view(np.uint8)
+    return torch.from_numpy(flat).view(like.dtype).reshape(like.shape)
 
 
 def order0_bytes(plane: UInt8[np.ndarray, " numbers"]) -> float:
@@ -71,21 +88,32 @@ def deflated_bytes(plane: UInt8[np.ndarray, " numbers"]) -> int:
     return len(packer.compress(plane.tobytes())) + len(packer.flush())
 
 
+def same_bits(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors of a dtype have the same bytes."""
+    return torch.equal(*(tensor.contiguous().flatten().view(torch.uint8) for tensor in (one, other)))
+
+
 def pass_through_file(
     cache: KVCache, inputs: Inputs, method: Method, folder: Path
 ) -> tuple[KVCache, dict[str, float], dict[str, float]]:
     """Save, compress, decompress and load a cache; returns the loaded one, seconds by step, and bytes by coding."""
     path, level, seconds = folder / "cache", inputs.config.task.level, dict[str, float]()
+    exponents = inputs.config.task.coder is Coder.exponents
     with timed(seconds, "save"):
         cache.save(path)
-    parts: list[np.ndarray] = []
-    map_tensors(read_file(path), lambda tensor: parts.extend(byte_planes(tensor)) or tensor)  # type: ignore[func-returns-value]
+    tensors: list[Tensor] = []
+    map_tensors(read_file(path), lambda tensor: tensors.append(tensor) or tensor)  # type: ignore[func-returns-value]
     packer, unpacker = _import_zstandard().ZstdCompressor(level=level), _import_zstandard().ZstdDecompressor()
+    with timed(seconds, "split"):
+        planes = [byte_planes(tensor, exponents) for tensor in tensors]
+    pairs, parts = list(zip(planes, tensors, strict=True)), [plane for own in planes for plane in own]
     with timed(seconds, "compress"):
         packed = [packer.compress(part.tobytes()) for part in parts]
     with timed(seconds, "decompress"):
-        for part in packed:
-            unpacker.decompress(part)
+        unpacked = iter([np.frombuffer(unpacker.decompress(part), np.uint8) for part in packed])
+    with timed(seconds, "join"):
+        joined = [join_planes([next(unpacked) for _ in own], like, exponents) for own, like in pairs]
+    assert all(map(same_bits, joined, tensors)), "a coder lost bits"
     with timed(seconds, "load"):
         read = KVCache.load(path, inputs.model.model, method, inputs.config.cache.keep_decoded)
     read.token_by_token = cache.token_by_token
@@ -114,13 +142,20 @@ def measure_window(inputs: Inputs, method: Method, window: Window, folder: Path)
     cache.check_finite()
     rates = {f"{name}_rate": wide / 1e6 / took for name, took in seconds.items()}
     bits = {f"{name.removesuffix('_bytes')}_bits": 16 * size / wide for name, size in sizes.items()}
+    coding = sum(seconds[name] for name in ("split", "compress", "decompress", "join"))
+    rates["break_even_rate"] = max(0.0, wide - sizes["zstd_bytes"]) / 1e6 / coding
     off = float((kept - again).abs().max())
     losses = {"tokens": rest.shape[1], "nll": -float(kept.double().sum()), "reload_difference": off}
     return {**losses, **sizes, **bits, **rates, "storage": storage}
 
 
 def measure(inputs: Inputs, method: Method, baseline: Baseline | None, journal: Journal) -> Measurement:
-    """A sample for each window; rates are medians over windows, in MB of the cache in 16 bits a second."""
+    """A sample for each window; rates are medians over windows, in MB of the cache in 16 bits a second.
+
+    `break_even_rate`: of a link, in MB/s of what is sent, below which to split, compress, send, decompress and join
+    takes less time than to send 16 bits: W / v = c + Z / v for W bytes in 16 bits, Z after zstd, and c seconds of the
+    four steps; 0 where nothing is saved. The method's own encoding, done when a cache is filled, is not counted.
+    """
     task: ReuseConfig = inputs.config.task
     windows = cut_windows(inputs.tokens.streams, task.context, limit=task.windows, bos=inputs.bos)
     with tempfile.TemporaryDirectory(prefix="kvq-") as folder:

@@ -137,6 +137,10 @@ class DriftConfig(TrajectoryConfig):
             raise ConfigError(f"task.parts={self.parts}: of texts of task.new_tokens={self.new_tokens}")
 
 
+Coder = enum.StrEnum("Coder", "bytes exponents")
+"""How a file's numbers are split before they are compressed: byte by byte, or bfloat16 by its exponents."""
+
+
 @dataclass
 class ReuseConfig(ReadingConfig):
     """Prefixes whose caches are stored in a file, compressed, read again and continued.
@@ -144,14 +148,17 @@ class ReuseConfig(ReadingConfig):
     Attributes:
         windows: of the text, disjoint; `prefix` tokens of each are stored, the loss of `scored` tokens after is taken.
         level: of zstd, 1 to 22.
+        coder: see `Coder`.
     """
 
+    later: ClassVar[tuple[str, ...]] = ("coder",)
     name: str = "reuse"
     version: ClassVar[int] = 2
     windows: Count = 8
     prefix: Several = 768
     scored: Count = 256
     level: Annotated[int, between(1, 22)] = 3
+    coder: Coder = Coder.bytes
 
     @property
     def context(self) -> int:

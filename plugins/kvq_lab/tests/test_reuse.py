@@ -10,6 +10,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra.numpy import arrays
 from scipy.stats import entropy
 
 from kvq.config import compose, resolve
@@ -19,7 +22,7 @@ from kvq.methods.policies import Policy
 from kvq.models.inputs import Inputs
 from kvq.results import Record, Store
 from kvq.runs import run
-from kvq_lab.reuse import byte_planes, check, deflated_bytes, order0_bytes
+from kvq_lab.reuse import byte_planes, check, deflated_bytes, join_planes, order0_bytes, same_bits
 
 pytest.importorskip("zstandard")
 GIVEN = "model=tiny task=reuse task.windows=2 task.prefix=96 task.scored=32 residual.size=16 threads=1".split()
@@ -39,6 +42,28 @@ def test_planes_are_bytes_by_their_place() -> None:
     assert low.tolist() == [1, 2, 255, 0]
     assert high.tolist() == [0, 1, 255, 0]
     assert sum(map(len, byte_planes(torch.zeros(3, 5)))) == 3 * 5 * 4
+
+
+@given(arrays(np.uint16, st.integers(0, 200)))
+@settings(max_examples=30, deadline=None)
+def test_exponents_of_bfloat16_come_back_bit_for_bit(words: np.ndarray) -> None:
+    """Also NaN, infinities, subnormals and zeros of both signs; the planes are the fields of the format."""
+    tensor = torch.from_numpy(np.concatenate([words, np.array([0x8000, 0x7FC1, 0xFF80, 1], np.uint16)]).view(np.int16))
+    bits, tensor = tensor.int() & 0xFFFF, tensor.view(torch.bfloat16)
+    rest, exponent = byte_planes(tensor, exponents=True)
+    assert exponent.tolist() == (bits >> 7 & 0xFF).tolist()
+    assert rest.tolist() == ((bits & 0x7F) << 1 | bits >> 15).tolist()
+    assert same_bits(join_planes([rest, exponent], tensor, exponents=True), tensor)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.uint8, torch.int64])
+@pytest.mark.parametrize("exponents", [False, True])
+def test_planes_join_to_what_was_split(dtype: torch.dtype, exponents: bool) -> None:
+    for shape in ((2, 3, 5), (), (0, 4)):
+        tensor = (torch.randn(shape) * 100).to(dtype)
+        joined = join_planes(byte_planes(tensor, exponents), tensor, exponents)
+        assert joined.shape == tensor.shape
+        assert same_bits(joined, tensor)
 
 
 def test_order0_is_shannons_entropy() -> None:
@@ -78,6 +103,28 @@ def test_sizes(made: tuple[Store, dict[str, Record]]) -> None:
     rows = store.samples(records["rtn"].key)
     assert [row["tokens"] for row in rows] == [32, 32]
     assert sum(row["nll"] for row in rows) / 64 == pytest.approx(narrow["nll"])
+
+
+def test_lossless_baseline(made: tuple[Store, dict[str, Record]], tmp_path: Path) -> None:
+    """Exponents of bfloat16 apart take fewer bits than its bytes, and the file is the same."""
+    words = [*GIVEN, "method=fp16", "cache.dtype=bfloat16", f"results_dir={tmp_path}"]
+    whole, apart = (run(resolve(compose([*words, *more]))) for more in ([], ["task.coder=exponents"]))
+    assert apart.metrics["nll"] == whole.metrics["nll"]
+    assert apart.metrics["sent_bytes"] == whole.metrics["sent_bytes"]
+    assert apart.metrics["order0_bits"] < whole.metrics["order0_bits"] < 16
+    assert apart.metrics["zstd_bits"] < whole.metrics["zstd_bits"]
+
+
+def test_break_even(made: tuple[Store, dict[str, Record]]) -> None:
+    """At that speed of a link both ways take equally long, by each window's own sizes and rates."""
+    store, records = made
+    for record in records.values():
+        wide = record.metrics["total_bytes"] * 16 / record.metrics["effective_bits"]
+        for row in store.samples(record.key):
+            coding = sum(wide / 1e6 / row[f"{name}_rate"] for name in ("split", "compress", "decompress", "join"))
+            link = row["break_even_rate"] * 1e6
+            assert link > 0
+            assert coding + row["zstd_bytes"] / link == pytest.approx(wide / link)
 
 
 def test_refusals(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
