@@ -15,7 +15,17 @@ from torch import Size, Tensor
 
 from kvq.codecs.levels import Array, fixed_point, look_up, nearest_level
 from kvq.codecs.packed import pack, pack_parts, unpack, unpack_parts
-from kvq.codecs.quantizers import CodeQuantizer, Gain, Parts, Quantizer, checked_choice, more_bits, to_stored
+from kvq.codecs.quantizers import (
+    ByToken,
+    CodeQuantizer,
+    Gain,
+    Parts,
+    Quantizer,
+    Queries,
+    checked_choice,
+    more_bits,
+    to_stored,
+)
 from kvq.codecs.rotations import per_block, rotation
 from kvq.errors import Unsupported, at_least, check_seed, require
 
@@ -240,6 +250,7 @@ class InnerProductQuantizer(CodeQuantizer):
 
     version: ClassVar[int] = 1
     token_group = 1
+    attended_as = "states"
 
     def __init__(self, bits: int, sketch: Sketch | str = "gaussian", seed: int = 1, extra_bits: int = 0) -> None:
         self.bits, self.seed = bits + extra_bits, seed
@@ -269,11 +280,19 @@ class InnerProductQuantizer(CodeQuantizer):
         return parts | {"signs": pack(negative.to(torch.uint8), 1)[0], "rest": to_stored(norm, torch.float16)}
 
     def decode(self, parts: Parts, shape: Size, dtype: torch.dtype) -> Float[Tensor, "*lead heads tokens dim"]:
-        x = self._codes.decode({k: part for k, part in parts.items() if k.startswith("codes.")}, shape, dtype)
-        signs = unpack([parts["signs"]], 1, shape[-2]).to(dtype).mul_(-2).add_(1)
-        estimate = per_block(signs, sketch_matrix(self.sketch, shape[-1], self.seed, dtype, signs.device))
-        scale = parts["rest"].to(dtype) / (shape[-1] * sketch_constant(self.sketch, shape[-1]))
-        return torch.addcmul(x, estimate, scale)
+        signs, sketch, scale = self._rest(parts, shape[-2], shape[-1], dtype)
+        return torch.addcmul(self._codes.decode(parts, shape, dtype), per_block(signs, sketch), scale)
+
+    def _rest(self, parts: Parts, tokens: int, dim: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+        """The signs of S r as 1 and -1 `[..., tokens, dim]`, S, and |r| / (D c) `[..., tokens, 1]`."""
+        signs = unpack([parts["signs"]], 1, tokens).to(dtype).mul_(-2).add_(1)
+        scale = parts["rest"].to(dtype) / (dim * sketch_constant(self.sketch, dim))
+        return signs, sketch_matrix(self.sketch, dim, self.seed, dtype, signs.device), scale
+
+    def score(self, parts: Parts, query: Queries, tokens: int) -> ByToken:
+        """`<q, codes> + |r| / (D c) <S q, signs>`: QJL's estimate, where S meets the query and no token."""
+        signs, sketch, scale = self._rest(parts, tokens, query.shape[-1], query.dtype)
+        return self._codes.score(parts, query, tokens) + (query @ sketch.mT) @ signs.mT * scale.mT
 
 
 @lru_cache(maxsize=64)

@@ -24,7 +24,8 @@ Blocks = Float[Tensor, "blocks tokens dim"]
 Factors = tuple[Float[Tensor, "blocks tokens rank"], Float[Tensor, "blocks rank dim"]]
 RANDOMIZED_FROM = 64
 """Tokens of a block from which on a randomized decomposition is used (KVQuant++)."""
-_PREFIX = "base."  # of the parts of the codec that is corrected
+CORRECTED = "base."
+"""Prefix of the parts of the codec that is corrected."""
 Svd = Literal["exact", "randomized"]
 """How the largest singular vectors are found: LAPACK's full decomposition, or `torch.svd_lowrank`."""
 
@@ -237,7 +238,7 @@ class LowRankCorrection(Calibrated, Quantizer):
 
     @property
     def index_bits(self) -> dict[str, int]:
-        return {f"{_PREFIX}{name}": bits for name, bits in self.base.quantizer.index_bits.items()}
+        return {f"{CORRECTED}{name}": bits for name, bits in self.base.quantizer.index_bits.items()}
 
     def check(self, head_dim: int) -> None:
         self.base.check(head_dim)
@@ -259,12 +260,12 @@ class LowRankCorrection(Calibrated, Quantizer):
     def encode(self, x: Float[Tensor, "*lead heads tokens dim"], dtype: torch.dtype) -> Parts:
         parts = self.base.encode_block(x, dtype=dtype)
         if not self.corrects:
-            return with_prefix(parts, _PREFIX)
+            return with_prefix(parts, CORRECTED)
         rest = x - self.base.decode_block(parts, x.shape, x.dtype)
-        return with_prefix(parts, _PREFIX) | stored_factors(self._factors(rest.flatten(0, -3)), x.shape)
+        return with_prefix(parts, CORRECTED) | stored_factors(self._factors(rest.flatten(0, -3)), x.shape)
 
     def decode(self, parts: Parts, shape: Size, dtype: torch.dtype) -> Float[Tensor, "*lead heads tokens dim"]:
-        out = self.base.decode_block(without_prefix(parts, _PREFIX), shape, dtype)
+        out = self.base.decode_block(without_prefix(parts, CORRECTED), shape, dtype)
         return out + product(parts, shape, dtype) if self.corrects else out
 
 

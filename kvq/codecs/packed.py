@@ -115,8 +115,16 @@ class BlockRun:
     rows: dict[str, int]
 
     def blocks(self, parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The run's parts `[batch, heads, rows, columns]` cut into blocks, `[batch, blocks, heads, rows, columns]`."""
-        return {name: part.unflatten(2, (self.count, self.rows[name])).transpose(1, 2) for name, part in parts.items()}
+        """The run's parts `[batch, heads, rows, columns]` cut into blocks, `[batch, blocks, heads, rows, columns]`.
+
+        A part that belongs to all blocks (`Packed.by_run`) is repeated for each, without a copy.
+        """
+        return {
+            name: part.unflatten(2, (self.count, self.rows[name])).transpose(1, 2)
+            if name in self.rows
+            else part.unsqueeze(1).expand(-1, self.count, *part.shape[1:])
+            for name, part in parts.items()
+        }
 
 
 @dataclass(frozen=True)
@@ -142,11 +150,11 @@ class Packed:
         return sum(run.tokens * run.count for run in self.runs)
 
     def by_run(self) -> Iterator[tuple[BlockRun, dict[str, Tensor]]]:
-        """Each run and its rows of every part, as views."""
-        start = dict.fromkeys(self.parts, 0)
+        """Each run and its rows of every part, as views; a part without rows of blocks belongs to all, and is whole."""
+        start = dict.fromkeys(self.runs[0].rows, 0)
         for run in self.runs:
             rows = {name: run.rows[name] * run.count for name in start}
-            yield run, {name: part.narrow(2, start[name], rows[name]) for name, part in self.parts.items()}
+            yield run, self.parts | {name: self.parts[name].narrow(2, start[name], rows[name]) for name in start}
             start = {name: start[name] + rows[name] for name in start}
 
     def whole_block_tokens(self, tokens: int) -> int:

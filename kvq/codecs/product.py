@@ -16,7 +16,7 @@ from kvq.codecs.codec import Codec
 from kvq.codecs.codec import States as BatchStates
 from kvq.codecs.levels import codebooks, nearest
 from kvq.codecs.packed import MAX_BITS, Packed, pack_parts, unpack_parts
-from kvq.codecs.quantizers import Parts, Quantizer, to_stored
+from kvq.codecs.quantizers import ByToken, Parts, Quantizer, Queries, to_stored
 from kvq.codecs.stages import Rope, Stage
 from kvq.errors import ConfigError, Unsupported, at_least, check_choice, check_seed
 
@@ -141,12 +141,14 @@ class ProductQuantizer(GroupedIndices):
         rows: vectors that a codebook is fitted to, at most, evenly spaced over tokens and heads.
         seed: of k-means++, independent of data seeds and of the seed of a rotation.
 
-    Stores `codes.<plane>` `[..., heads, tokens, head_dim / channels]`.
+    Stores `codes.<plane>` `[..., heads, tokens, head_dim / channels]`. Attention reads them by tables of a query, not
+    decoded (`score`, `mix`).
 
     Source: KVQuant++, section 3.5; Jégou, Douze and Schmid 2011.
     """
 
     version: ClassVar[int] = 1
+    attended_as = "states"
 
     def __init__(
         self, channels: int = 4, code_bits: int = 8, iterations: int = 10, rows: int = 4096, seed: int = 4
@@ -169,20 +171,43 @@ class ProductQuantizer(GroupedIndices):
             books.append(codebooks(points, weights, 2**self.code_bits, self.iterations, self.seed).flatten(0, 1)[None])
         return to_stored(torch.stack(books), torch.float16)
 
-    def _centroids(self, heads: int, dtype: torch.dtype) -> list[Centroids]:
-        """Centroids of each sequence, broadcast to all heads."""
-        if self._book is None:
+    def _books(self, parts: Parts, dtype: torch.dtype) -> Float[Tensor, "batch groups count channels"]:
+        """Codebooks of each sequence: those stored with the parts, else the bound ones."""
+        book = self._book if _BOOK not in parts else parts[_BOOK][:, 0, 0].unflatten(1, (-1, 2**self.code_bits))
+        if book is None:
             raise Unsupported("ProductQuantizer: its codebooks belong to a sequence; use kvq.codecs.PrefillCodec")
-        return [book.to(dtype).expand(heads, -1, -1, -1) for book in self._book]
+        return book.to(dtype)
+
+    def _centroids(self, heads: int, parts: Parts, dtype: torch.dtype) -> list[Centroids]:
+        """Centroids of each sequence, broadcast to all heads."""
+        return [book.expand(heads, -1, -1, -1) for book in self._books(parts, dtype)]
 
     def encode(self, x: Float[Tensor, "batch blocks heads tokens dim"], dtype: torch.dtype) -> Parts:
-        books = self._centroids(x.shape[-3], x.dtype)
+        books = self._centroids(x.shape[-3], {}, x.dtype)
         codes = torch.stack([self.indices_of(sequence, book) for sequence, book in zip(x, books, strict=True)])
         return pack_parts(codes, self.code_bits)
 
     def decode(self, parts: Parts, shape: Size, dtype: torch.dtype) -> Float[Tensor, "batch blocks heads tokens dim"]:
-        codes, books = unpack_parts(parts, self.code_bits, shape[-2]), self._centroids(shape[-3], dtype)
+        codes, books = unpack_parts(parts, self.code_bits, shape[-2]), self._centroids(shape[-3], parts, dtype)
         return torch.stack([self.centroids_of(sequence, book) for sequence, book in zip(codes, books, strict=True)])
+
+    def score(self, parts: Parts, query: Queries, tokens: int) -> ByToken:
+        """By a table of every entry's product with the queries' sub-vector, and one look-up for each index."""
+        sub_vectors = query[:, 0].unflatten(-1, (-1, self.channels))
+        table = torch.einsum("bhgmc,bmkc->bhmkg", sub_vectors, self._books(parts, query.dtype))
+        batch, heads, groups, count, _ = table.shape
+        first = torch.arange(0, batch * heads * groups * count, count, dtype=torch.int32, device=query.device)
+        codes = unpack_parts(parts, self.code_bits, tokens) + first.view(batch, 1, heads, 1, groups)
+        sums = torch.nn.functional.embedding_bag(codes.flatten(0, -2), table.flatten(0, 3), mode="sum")
+        return sums.unflatten(0, codes.shape[:-1]).mT
+
+    def mix(self, parts: Parts, weights: ByToken, dim: int) -> Float[Tensor, "batch heads group dim"]:
+        """By the sums of the weights of every entry, which then multiply the codebooks once."""
+        tokens = weights.shape[-1]
+        codes = unpack_parts(parts, self.code_bits, tokens).permute(0, 2, 4, 1, 3).flatten(-2).long()[:, :, :, None]
+        spread = weights.permute(0, 2, 3, 1, 4).flatten(-2)[:, :, None].expand(-1, -1, codes.shape[2], -1, -1)
+        sums = spread.new_zeros(*spread.shape[:-1], 2**self.code_bits).scatter_add_(-1, codes.expand_as(spread), spread)
+        return torch.einsum("bhmgk,bmkc->bhgmc", sums, self._books(parts, weights.dtype)).flatten(-2)
 
 
 class PrefillCodec(Codec):
@@ -230,7 +255,3 @@ class PrefillCodec(Codec):
         book = self._product.fit(self.apply_stages(x, rope))
         packed = self._with_codebook(book).encode(x, block, rope)
         return replace(packed, parts=packed.parts | {_BOOK: book})
-
-    def decode(self, packed: Packed, rope: Rope | None = None) -> BatchStates:
-        parts = {name: part for name, part in packed.parts.items() if name != _BOOK}
-        return self._with_codebook(packed.parts[_BOOK]).decode(replace(packed, parts=parts), rope)

@@ -9,11 +9,14 @@ from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar, Literal, TypeVar, get_args
 
 import torch
+from jaxtyping import Float
 from torch import Tensor
 
 from kvq.errors import Unsupported, check_choice, require
 
 Parts = dict[str, Tensor]
+Queries = Float[Tensor, "batch 1 heads group dim"]
+ByToken = Float[Tensor, "batch blocks heads group tokens"]
 _Coded = TypeVar("_Coded", bound="CodeQuantizer")
 
 Axis = Literal["per_channel", "per_token"]
@@ -95,6 +98,16 @@ class Quantizer(abc.ABC):
     @abc.abstractmethod
     def decode(self, parts: Parts, shape: torch.Size, dtype: torch.dtype) -> Tensor:
         """The reconstruction, `shape` = `[..., heads, tokens, head_dim]`, in the compute dtype `dtype`."""
+
+    def score(self, parts: Parts, query: Queries, tokens: int) -> ByToken:
+        """Products of queries with the `tokens` tokens that each block of `parts` holds; here, with decoded ones."""
+        shape = torch.Size((*next(iter(parts.values())).shape[:-2], tokens, query.shape[-1]))
+        return query @ self.decode(parts, shape, query.dtype).mT
+
+    def mix(self, parts: Parts, weights: ByToken, dim: int) -> Float[Tensor, "batch heads group dim"]:
+        """The sum of all tokens' `dim` channels by these weights; here, of decoded ones."""
+        shape = torch.Size((*next(iter(parts.values())).shape[:-2], weights.shape[-1], dim))
+        return (weights @ self.decode(parts, shape, weights.dtype)).sum(1)
 
 
 class CodeQuantizer(Quantizer):

@@ -34,6 +34,7 @@ Step = Callable[[str], AbstractContextManager[Any]]
 STEPS = ("rotation", "scores", "norms", "shifts", "residual", "softmax", "values", "joining")
 """Queries rotated; their products with the codes of keys; factors of tokens made and multiplied, of keys and values;
 shifts; products with tokens in full precision; weights; sums of the codes of values; sums rotated back and joined."""
+_LOW_RANK = "low rank"  # the name of the sums of corrections, beside those of codes and of stages
 _WATCH: ContextVar[Step | None] = ContextVar("_WATCH", default=None)
 
 
@@ -171,6 +172,9 @@ class _KeyReader(_PieceReader):
                 rope = piece.rope if shift.after_rope else None
                 more = seen @ offset.mT if rope is None else score_rotated(seen, offset, rope)
                 scores = scores + _multiply_norms(chain, piece, more, shift.norms)
+        if (factors := piece.low_rank_factors(self.query.dtype)) is not None:
+            with self.step("scores"):
+                scores = scores + (self.query[:, None] @ factors[1].mT) @ factors[0].mT
         out = scores.permute(0, 2, 3, 1, 4).flatten(-2)
         self._known = (piece, out)
         return out
@@ -213,6 +217,9 @@ class _ValueReader(_PieceReader):
                 scaled = _multiply_norms(chain, piece, weights, shift.norms)
                 offset = pieces.decode_shift(shift, piece.blocks, self.states.shape[2], self.kind)
                 softmax.add(shift.name, (scaled.sum(-1, keepdim=True) * offset).sum(1))
+        if (factors := piece.low_rank_factors(self.kind)) is not None:
+            with self.step("values"):
+                softmax.add(_LOW_RANK, ((weights @ factors[0]) @ factors[1]).sum(1))
 
     def total(self, softmax: Softmax) -> Queries:
         """The weighted sum of all values, from the sums of codes, shifts and full-precision values."""
@@ -223,24 +230,13 @@ class _ValueReader(_PieceReader):
             out = pieces.restore_joint_values(self.states, self.chain, sums["codes"], sums["codes_total"])
         else:
             out = self.chain.rotate_back(sums["codes"], [sums[shift.name] for shift in self.chain.shifts])
-        return out + sums["full"] if "full" in sums else out
+        return sum((sums[name] for name in ("full", _LOW_RANK) if name in sums), out)
 
 
 def _multiply_norms(chain: LinearChain, piece: Piece, numbers: Tensor, names: tuple[str, ...] | None) -> Tensor:
     """`numbers` `[batch, blocks, heads, group, tokens]` times the norms `names` of their tokens (None: all)."""
     norms = chain.norm_factors(piece.blocks, names, piece.length, numbers.dtype)
     return numbers if norms is None else numbers * norms[..., None, piece.inner]
-
-
-def _decode_piece(chain: LinearChain, piece: Piece, dim: int, kind: torch.dtype) -> Tensor:
-    """What the codes of a piece stand for, `[batch, blocks, heads, tokens, dim]`; tokens are coded independently."""
-    blocks = {
-        name: part
-        for name, part in piece.blocks.items()
-        if name in ("scale", "zero_point", "values") or name[:6] == "codes."
-    }
-    lead = next(iter(blocks.values())).shape[:3]
-    return chain.codec.quantizer.decode(blocks, torch.Size((*lead, piece.tokens, dim)), kind)
 
 
 def affine_codes(quantizer: UniformQuantizer, piece: Piece, kind: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
@@ -257,7 +253,7 @@ def _score_codes(chain: LinearChain, piece: Piece, query: Float[Tensor, "batch 1
     """`q · y_t`, `[batch, blocks, heads, group, tokens]`, with `y_t` what token t's codes stand for."""
     quantizer, dim = chain.codec.quantizer, query.shape[-1]
     if not is_affine(quantizer):
-        return query @ _decode_piece(chain, piece, dim, query.dtype).mT
+        return quantizer.score(piece.blocks, query, piece.tokens)
     codes, scale, low = affine_codes(quantizer, piece, query.dtype)
     if quantizer.axis == "per_channel":
         grouped = _split_groups(codes, -2, scale.shape[-2], quantizer, piece.length)
@@ -274,7 +270,7 @@ def _mix_codes(chain: LinearChain, piece: Piece, weights: Tensor, dim: int) -> F
     """`Σ w_t y_t` over a piece's tokens t, from `weights` `[batch, blocks, heads, group, tokens]`."""
     quantizer = chain.codec.quantizer
     if not is_affine(quantizer):
-        return (weights @ _decode_piece(chain, piece, dim, weights.dtype)).sum(1)
+        return quantizer.mix(piece.blocks, weights, dim)
     codes, scale, low = affine_codes(quantizer, piece, weights.dtype)
     if quantizer.axis == "per_channel":
         grouped = _split_groups(codes, -2, scale.shape[-2], quantizer, piece.length)

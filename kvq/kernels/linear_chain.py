@@ -32,6 +32,7 @@ from kvq.codecs import (
     Codec,
     HeadsCodec,
     JointTransform,
+    LowRankCorrection,
     Packed,
     Rope,
     SignedMaxQuantizer,
@@ -132,6 +133,8 @@ class LinearChain:
     """A codec whose stages are linear, so that attention applies them to query and output; see the module.
 
     `joint`: the transform of all heads of a token together, if there is one; then there is nothing else but RoPE.
+    `low_rank`: the chain is that of the codec inside a `LowRankCorrection`, whose product of factors is added to its
+    tokens: q · (x_t + V u_t) = q · x_t + (q V) · u_t, and values likewise.
     """
 
     codec: Codec
@@ -139,6 +142,7 @@ class LinearChain:
     norms: dict[str, TokenNorm]
     shifts: tuple[Shift, ...]
     joint: JointTransform | None = None
+    low_rank: bool = False
 
     def rotate(self, query: Rows, count: int | None = None, start: int = 0) -> Rows:
         """The query after the rotations `start` to `count` (None: to the last)."""
@@ -186,7 +190,7 @@ def build_linear_chain(codec: Codec) -> LinearChain:
     """The stages of a codec by what attention on packed codes does with them."""
     if isinstance(codec, StoredWithKeys):
         raise Unsupported("cache.attention=packed: values that are stored with keys are read with them")
-    if codec.stores_lists:
+    if codec.stores_lists and not codec.fits_first_tokens:
         raise Unsupported(f"cache.attention=packed: {type(codec).__name__} stores lists, which need decoded tokens")
     if (joint := find_joint_transform(codec)) is not None:
         return LinearChain(codec, (), {}, (), joint)
@@ -210,6 +214,10 @@ def build_linear_chain(codec: Codec) -> LinearChain:
     if isinstance(codec, HeadsCodec):
         raise Unsupported("cache.attention=packed: heads with bits of their own need decoded tokens")
     quantizer = codec.quantizer
+    if isinstance(quantizer, LowRankCorrection) and not codec.stages:
+        base = build_linear_chain(quantizer.base)
+        if base.joint is None:
+            return replace(base, low_rank=True)
     if quantizer.attended_as != "states" or (not is_affine(quantizer) and quantizer.token_group != 1):
         raise Unsupported(f"cache.attention=packed: codes of {type(quantizer).__name__} cannot be scored as they are")
     return LinearChain(codec, tuple(rotations), norms, tuple(shifts))

@@ -19,12 +19,14 @@ from jaxtyping import Float
 from torch import Tensor
 
 from kvq.codecs import Rope, UniformQuantizer
-from kvq.codecs.packed import BlockRun, plane_widths
+from kvq.codecs.nested import CORRECTED
+from kvq.codecs.packed import BlockRun
 from kvq.codecs.stages import decode_side
 from kvq.kernels.linear_chain import LinearChain, PackedStates, Shift, side_of
 
 TILE = 2048
 """Tokens per piece."""
+_WHOLE = ("gain", "right", "codebook")
 JOINT_TILE = 2**18
 """Components of all heads and some tokens that are decoded at once, 1 MiB of fp32."""
 
@@ -58,6 +60,13 @@ class Piece:
         """Number of tokens of each block that belong to the piece."""
         return self.inner.stop - self.inner.start
 
+    def low_rank_factors(self, dtype: torch.dtype) -> tuple[Tensor, Tensor] | None:
+        """`[..., tokens, rank]` and `[..., rank, dim]`, whose product corrects the tokens; None: they are as coded."""
+        if "left" not in self.blocks:
+            return None
+        left, right = (self.blocks[name].to(dtype) for name in ("left", "right"))
+        return left.unflatten(-2, (self.tokens, right.shape[-2])).squeeze(-1), right
+
     @property
     def stop(self) -> int:
         """Index after the last token."""
@@ -67,11 +76,12 @@ class Piece:
 def iter_pieces(states: PackedStates, chain: LinearChain) -> Iterator[Piece]:
     """The packed prefix in pieces of about `TILE` tokens."""
     for start, run, blocks in iter_runs(states):
-        yield from _cut_run(states.shape[2], chain, blocks, run.tokens, run.count, start, states.rope)
+        own = {name.removeprefix(CORRECTED): part for name, part in blocks.items()} if chain.low_rank else blocks
+        yield from _cut_run(chain, own, run.tokens, run.count, start, states.rope)
 
 
 def _cut_run(
-    dim: int, chain: LinearChain, views: dict[str, Tensor], length: int, count: int, start: int, rope: Rope | None
+    chain: LinearChain, views: dict[str, Tensor], length: int, count: int, start: int, rope: Rope | None
 ) -> Iterator[Piece]:
     """The pieces of `count` blocks of `length` tokens, from token `start` on; `views`: parts cut into blocks."""
     if length <= TILE:
@@ -91,24 +101,21 @@ def _cut_run(
         for begin in range(0, length, step):
             inner = slice(begin, min(begin + step, length))
             at = start + block * length + begin
-            blocks = {key: _cut_rows(chain, key, part.narrow(1, block, 1), inner, dim) for key, part in views.items()}
+            blocks = {key: _cut_rows(key, part.narrow(1, block, 1), inner, length) for key, part in views.items()}
             size = inner.stop - inner.start
             turned = None if rope is None else rope.narrow(at, size).blocks(size, 1)
             yield Piece(at, blocks, length, inner, turned)
 
 
-def _cut_rows(chain: LinearChain, name: str, part: Tensor, inner: slice, head_dim: int) -> Tensor:
-    """The rows of a stored part for the tokens `inner` of a block; side information of stages stays whole."""
-    if name == "gain" or ("." in name and not name.startswith("codes.")):
+def _cut_rows(name: str, part: Tensor, inner: slice, length: int) -> Tensor:
+    """The rows of a stored part for the tokens `inner` of a block of `length`; what is no token's own stays whole.
+
+    `inner` begins with a whole row. Where the last row of the block is not full, one row more may be read at the end.
+    """
+    if name in _WHOLE or ("." in name and not name.startswith("codes.")):
         return part
-    quantizer = chain.codec.quantizer
-    if name.startswith("codes.") and part.shape[-1] == head_dim:
-        width = plane_widths(quantizer.bits)[int(name.removeprefix("codes."))]  # type: ignore[attr-defined]
-        return part[..., inner.start * width // 8 : -(-inner.stop * width // 8), :]
-    if isinstance(quantizer, UniformQuantizer) and quantizer.axis == "per_channel":
-        size = quantizer.group_size
-        return part if size is None else part[..., inner.start // size : -(-inner.stop // size), :]
-    return part[..., inner, :]
+    rows = part.shape[-2]
+    return part[..., inner.start * rows // length : -(-inner.stop * rows // length), :]
 
 
 def decode_shift(

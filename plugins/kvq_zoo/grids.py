@@ -260,6 +260,8 @@ class SignedRestQuantizer(InnerProductQuantizer):
         marginal: of the codes, as `NormalQuantizer`.
     """
 
+    score = Quantizer.score  # there is no sketch that a query could meet
+
     def __init__(
         self, bits: int, sketch: Literal["identity"] = "identity", marginal: Marginal | str = "normal"
     ) -> None:

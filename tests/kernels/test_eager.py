@@ -10,9 +10,19 @@ from hypothesis import strategies as st
 
 import kvq
 import kvq.kernels
-from kvq.codecs import Codec, Hadamard, TokenNorm, UniformQuantizer, rope_table
+from kvq.codecs import (
+    Codec,
+    Hadamard,
+    InnerProductQuantizer,
+    LowRankCorrection,
+    PrefillCodec,
+    ProductQuantizer,
+    TokenNorm,
+    UniformQuantizer,
+    rope_table,
+)
 from kvq.errors import Unsupported
-from kvq.kernels import PackedStates, build_linear_chain, pieces, time_steps
+from kvq.kernels import PackedStates, build_linear_chain, eager, pieces, time_steps
 from kvq.kernels.eager import STEPS, attend
 from kvq.kernels.pieces import TILE
 from tests.cache.states import nearest_bits
@@ -28,22 +38,17 @@ REFUSED = {
     "nsnquant/channel_scale": "stage 'channel_scale'",
     "nsn/top_k_mixed": "codes of",
     "nsnquant/trellis": "codes of TrellisQuantizer",
-    "kvquant_plus_plus": "codes of InnerProductQuantizer",
     "kvquant_plus_plus/huffman": "HuffmanCodec stores lists",
     "kvtc/all_layers_deflate": "DeflateCodec stores lists",
     "kvtc/deflate": "DeflateCodec stores lists",
     "kvquant_plus_plus/outliers": "codes of CalibratedChannelSplit",
     "kvquant_plus_plus/delta_outliers": "codes of CalibratedChannelSplit",
+    "kvquant_plus_plus/outliers_low_rank": "codes of CalibratedChannelSplit",
+    "kvquant_plus_plus/pipeline_delta_low_rank": "codes of DeltaQuantizer",
     "kvquant_plus_plus/outliers_prod": "codes of CalibratedChannelSplit",
     "kvquant_plus_plus/pipeline_low_rank_huffman": "HuffmanCodec stores lists",
-    "kvquant_plus_plus/product": "PrefillCodec stores lists",
     "turboquant/outliers": "codes of ChannelSplit",
 }
-REFUSED |= {f"turboquant/{name}": "codes of InnerProductQuantizer" for name in ("prod", "prod_keys", "prod_orthogonal")}
-for name in ("", "_8", "_exact"):
-    REFUSED[f"kvquant_plus_plus/low_rank{name}"] = "codes of LowRankCorrection"
-for name in ("outliers", "pipeline_delta", "pipeline"):
-    REFUSED[f"kvquant_plus_plus/{name}_low_rank"] = "codes of LowRankCorrection"
 # With their presets.
 FAMILIES = {
     "block_gtq": "codes of",
@@ -69,7 +74,6 @@ FAMILIES = {
 }
 ENGINES = {
     "exllama2": "stage 'hadamard'",  # not orthonormal
-    "lmdeploy_42": "codes of SignedRestQuantizer",
     "onnxruntime": "stage 'scale'",
     "openvino_u4_by_channel": "codes of EngineUniformQuantizer",
     "openvino_u8_by_channel": "codes of UniformQuantizer",
@@ -304,6 +308,39 @@ def test_any_uniform_chain(data):
     check(*sides, group=data.draw(st.sampled_from([1, 2, 3, 8])), first=data.draw(st.integers(0, total - 1)))
 
 
+@settings(max_examples=examples(30))
+@given(st.data())
+def test_attention_without_decoded_tokens(data):
+    """Low rank beside codes, tables of product codes and a query's sketch: any shapes, in pieces of a few tokens."""
+    dim, heads, batch = (data.draw(st.sampled_from(sizes)) for sizes in ([8, 16, 32], [1, 2, 3], [1, 2]))
+    total = data.draw(st.integers(1, 90))
+    sides = []
+    for seed in (0, 1):
+        kind = data.draw(st.sampled_from(["low_rank", "product", "prod"]))
+        stages = {"norm": TokenNorm("head"), "rotation": Hadamard()}
+        if kind == "product":
+            product = ProductQuantizer(data.draw(st.sampled_from([1, 2, 4, 8])), data.draw(st.integers(1, 9)), 2)
+            codec = PrefillCodec({"rotation": Hadamard()}, ["rotation"], product)
+        elif kind == "prod":
+            sketch = data.draw(st.sampled_from(["gaussian", "orthogonal"]))
+            codec = Codec(stages, list(stages), InnerProductQuantizer(data.draw(st.integers(2, 5)), sketch))
+        else:
+            base = uniform(**data.draw(UNIFORM))
+            below = data.draw(st.sampled_from([None, 1, 9]))
+            codec = Codec({}, [], LowRankCorrection(base, data.draw(st.integers(1, 9)), below=below))
+        packed = data.draw(st.integers(0, total))
+        tail = data.draw(st.integers(0, packed))
+        size = {"heads": heads, "dim": dim, "batch": batch, "block": data.draw(st.sampled_from([None, 8, 32]))}
+        sides.append(
+            oracle.states(codec, packed - tail, total - packed, tail=tail, seed=seed, dtype=torch.float64, **size)
+        )
+    with pytest.MonkeyPatch.context() as patched:
+        for module in (pieces, eager):
+            patched.setattr(module, "TILE", 24)
+        group, first = data.draw(st.sampled_from([1, 4])), data.draw(st.integers(0, total - 1))
+        check(*sides, group=group, first=first, dtype=torch.float64)
+
+
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("pairs", [0, 8, 32])
 def test_partial_and_interleaved_rotary_embeddings(pairs, interleaved):
@@ -314,10 +351,13 @@ def test_partial_and_interleaved_rotary_embeddings(pairs, interleaved):
     check(keys, oracle.states(method.value, 128, 3, block=64, seed=1))
 
 
-@pytest.mark.parametrize("name", ["oscar", "waterfill/scalar"])
+PLUS = "kvquant_plus_plus"
+
+
+@pytest.mark.parametrize("name", ["oscar", "waterfill/scalar", PLUS, f"{PLUS}/low_rank", f"{PLUS}/product"])
 def test_memory_is_that_of_a_piece(name):
     """Largest tensor made, however long the past."""
-    method = build(name, torch.randn(1, 1, 256, 64))
+    method = build(name, torch.randn(1, 1, 256, 64), nearest_bits(name))
     largest = []
     for tokens in (2 * TILE, 6 * TILE):
         rope = rope_table(tokens, 64)
