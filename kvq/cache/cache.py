@@ -296,12 +296,7 @@ class KVCache(PaddableCache, WatchfulCache):
 
     @classmethod
     def load(
-        cls,
-        path: str | Path,
-        model: nn.Module,
-        method: Any,
-        keep_decoded: bool = False,
-        attention: str = "dense",
+        cls, path: str | Path, model: nn.Module, method: Any, keep_decoded: bool = False, attention: str = "dense"
     ) -> KVCache:
         """Return a cache with the tokens that `save` wrote, here or on another machine.
 

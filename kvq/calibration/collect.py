@@ -207,12 +207,7 @@ def drawn_positions(
 
 
 def collect_states(
-    loaded: LoadedModel,
-    windows: TextWindows,
-    tokens: int | None,
-    gradients: bool,
-    seed: int,
-    queries: bool = False,
+    loaded: LoadedModel, windows: TextWindows, tokens: int | None, gradients: bool, seed: int, queries: bool = False
 ) -> dict[int, LayerStates]:
     """States on all windows of every layer that computes keys, and their gradients by one backward pass per window.
 

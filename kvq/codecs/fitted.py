@@ -221,11 +221,7 @@ class LearnedRotation(TableRotation):
     learned = True
 
     def __init__(
-        self,
-        steps: int = 100,
-        rate: float = 1.5,
-        start: RotationStart | str = "random_hadamard",
-        seed: int = 0,
+        self, steps: int = 100, rate: float = 1.5, start: RotationStart | str = "random_hadamard", seed: int = 0
     ) -> None:
         at_least("steps", steps, 1)
         require(rate > 0, "rate", rate, "above 0")

@@ -14,18 +14,8 @@ from scipy import special
 from torch import Size, Tensor
 
 from kvq.codecs.levels import Array, fixed_point, look_up, nearest_level
-from kvq.codecs.packed import pack, pack_parts, unpack, unpack_parts
-from kvq.codecs.quantizers import (
-    ByToken,
-    CodeQuantizer,
-    Gain,
-    Parts,
-    Quantizer,
-    Queries,
-    checked_choice,
-    more_bits,
-    to_stored,
-)
+from kvq.codecs.packed import ByToken, Queries, pack, pack_parts, unpack, unpack_parts
+from kvq.codecs.quantizers import CodeQuantizer, Gain, Parts, Quantizer, checked_choice, more_bits, to_stored
 from kvq.codecs.rotations import per_block, rotation
 from kvq.errors import Unsupported, at_least, check_seed, require
 

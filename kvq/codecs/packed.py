@@ -18,7 +18,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Integer, UInt8
+from jaxtyping import Float, Integer, UInt8
 from torch import Tensor
 
 from kvq.errors import ConfigError
@@ -29,6 +29,9 @@ UNIT = 32
 """Tokens of a unit; a multiple of 8, because 8 one-bit codes share a byte."""
 PLANES = (1, 2, 4)
 """Widths of planes in which consecutive tokens share bytes."""
+Queries = Float[Tensor, "batch 1 heads group dim"]
+ByToken = Float[Tensor, "batch blocks heads group tokens"]
+"""What attention on packed blocks gives a quantizer: queries of each KV head, and a score or weight for each token."""
 
 
 def plane_widths(bits: int) -> tuple[int, ...]:

@@ -15,8 +15,8 @@ from kvq.codecs.calibrated import Calibrated, States, Tables
 from kvq.codecs.codec import Codec
 from kvq.codecs.codec import States as BatchStates
 from kvq.codecs.levels import codebooks, nearest
-from kvq.codecs.packed import MAX_BITS, Packed, pack_parts, unpack_parts
-from kvq.codecs.quantizers import ByToken, Parts, Quantizer, Queries, to_stored
+from kvq.codecs.packed import MAX_BITS, ByToken, Packed, Queries, pack_parts, unpack_parts
+from kvq.codecs.quantizers import Parts, Quantizer, to_stored
 from kvq.codecs.stages import Rope, Stage
 from kvq.errors import ConfigError, Unsupported, at_least, check_choice, check_seed
 
@@ -47,8 +47,8 @@ class GroupedIndices(Quantizer):
         return x.unflatten(-1, (-1, self.channels)).transpose(-3, -2)
 
     def indices_of(self, x: Float[Tensor, "*lead heads tokens dim"], centroids: Centroids) -> Codes:
-        """Index of the nearest centroid of every group of channels."""
-        points, sets = self.grouped(x), centroids.flatten(0, 1)
+        """Index of the nearest centroid of every group of channels; centroids of one head are those of all."""
+        points, sets = self.grouped(x), centroids.expand(x.shape[-3], -1, -1, -1).flatten(0, 1)
         lead = points.shape[:-4]
         blocks = points.reshape(-1, sets.shape[0], *points.shape[-2:])
         # One search per block, so that its indices do not depend on how many blocks are encoded together.
@@ -141,8 +141,7 @@ class ProductQuantizer(GroupedIndices):
         rows: vectors that a codebook is fitted to, at most, evenly spaced over tokens and heads.
         seed: of k-means++, independent of data seeds and of the seed of a rotation.
 
-    Stores `codes.<plane>` `[..., heads, tokens, head_dim / channels]`. Attention reads them by tables of a query, not
-    decoded (`score`, `mix`).
+    Stores `codes.<plane>` `[..., heads, tokens, head_dim / channels]`, which attention reads by tables of a query.
 
     Source: KVQuant++, section 3.5; Jégou, Douze and Schmid 2011.
     """
@@ -178,18 +177,16 @@ class ProductQuantizer(GroupedIndices):
             raise Unsupported("ProductQuantizer: its codebooks belong to a sequence; use kvq.codecs.PrefillCodec")
         return book.to(dtype)
 
-    def _centroids(self, heads: int, parts: Parts, dtype: torch.dtype) -> list[Centroids]:
-        """Centroids of each sequence, broadcast to all heads."""
-        return [book.expand(heads, -1, -1, -1) for book in self._books(parts, dtype)]
-
     def encode(self, x: Float[Tensor, "batch blocks heads tokens dim"], dtype: torch.dtype) -> Parts:
-        books = self._centroids(x.shape[-3], {}, x.dtype)
-        codes = torch.stack([self.indices_of(sequence, book) for sequence, book in zip(x, books, strict=True)])
+        books = self._books({}, x.dtype)
+        codes = torch.stack([self.indices_of(sequence, book[None]) for sequence, book in zip(x, books, strict=True)])
         return pack_parts(codes, self.code_bits)
 
     def decode(self, parts: Parts, shape: Size, dtype: torch.dtype) -> Float[Tensor, "batch blocks heads tokens dim"]:
-        codes, books = unpack_parts(parts, self.code_bits, shape[-2]), self._centroids(shape[-3], parts, dtype)
-        return torch.stack([self.centroids_of(sequence, book) for sequence, book in zip(codes, books, strict=True)])
+        codes, books = unpack_parts(parts, self.code_bits, shape[-2]), self._books(parts, dtype)
+        return torch.stack(
+            [self.centroids_of(sequence, book[None]) for sequence, book in zip(codes, books, strict=True)]
+        )
 
     def score(self, parts: Parts, query: Queries, tokens: int) -> ByToken:
         """By a table of every entry's product with the queries' sub-vector, and one look-up for each index."""

@@ -12,11 +12,10 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from kvq.codecs.packed import ByToken, Queries
 from kvq.errors import Unsupported, check_choice, require
 
 Parts = dict[str, Tensor]
-Queries = Float[Tensor, "batch 1 heads group dim"]
-ByToken = Float[Tensor, "batch blocks heads group tokens"]
 _Coded = TypeVar("_Coded", bound="CodeQuantizer")
 
 Axis = Literal["per_channel", "per_token"]

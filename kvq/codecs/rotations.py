@@ -124,10 +124,7 @@ class Hadamard(Rotation):
     version: ClassVar[int] = 1
 
     def __init__(
-        self,
-        block: int | Literal["power_of_two"] | None = None,
-        interleaved: bool = False,
-        normalized: bool = True,
+        self, block: int | Literal["power_of_two"] | None = None, interleaved: bool = False, normalized: bool = True
     ) -> None:
         if isinstance(block, int) and block < 1:
             raise ConfigError(f"block={block}: at least 1, power_of_two, or null for the head dim")

@@ -254,10 +254,6 @@ class ClippedQuantizer(UniformQuantizer):
     attended_as = None  # type: ignore[assignment]
 
     def __init__(
-        self,
-        bits: int,
-        group_size: int | None = 128,
-        clip_at_2: float = 0.8,
-        zero_point: ZeroPoint | str = "float",
+        self, bits: int, group_size: int | None = 128, clip_at_2: float = 0.8, zero_point: ZeroPoint | str = "float"
     ) -> None:
         super().__init__(bits, "per_token", group_size, zero_point=zero_point, clip=clip_at_2 if bits == 2 else 1.0)

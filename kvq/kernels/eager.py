@@ -34,7 +34,6 @@ Step = Callable[[str], AbstractContextManager[Any]]
 STEPS = ("rotation", "scores", "norms", "shifts", "residual", "softmax", "values", "joining")
 """Queries rotated; their products with the codes of keys; factors of tokens made and multiplied, of keys and values;
 shifts; products with tokens in full precision; weights; sums of the codes of values; sums rotated back and joined."""
-_LOW_RANK = "low rank"  # the name of the sums of corrections, beside those of codes and of stages
 _WATCH: ContextVar[Step | None] = ContextVar("_WATCH", default=None)
 
 
@@ -219,10 +218,10 @@ class _ValueReader(_PieceReader):
                 softmax.add(shift.name, (scaled.sum(-1, keepdim=True) * offset).sum(1))
         if (factors := piece.low_rank_factors(self.kind)) is not None:
             with self.step("values"):
-                softmax.add(_LOW_RANK, ((weights @ factors[0]) @ factors[1]).sum(1))
+                softmax.add("full", ((weights @ factors[0]) @ factors[1]).sum(1))
 
     def total(self, softmax: Softmax) -> Queries:
-        """The weighted sum of all values, from the sums of codes, shifts and full-precision values."""
+        """The weighted sum of all values, from the sums of codes, shifts, and corrections and full-precision values."""
         sums = softmax.sums
         if self.chain is None or "codes" not in sums:
             return sums["full"]
@@ -230,7 +229,7 @@ class _ValueReader(_PieceReader):
             out = pieces.restore_joint_values(self.states, self.chain, sums["codes"], sums["codes_total"])
         else:
             out = self.chain.rotate_back(sums["codes"], [sums[shift.name] for shift in self.chain.shifts])
-        return sum((sums[name] for name in ("full", _LOW_RANK) if name in sums), out)
+        return out + sums["full"] if "full" in sums else out
 
 
 def _multiply_norms(chain: LinearChain, piece: Piece, numbers: Tensor, names: tuple[str, ...] | None) -> Tensor:

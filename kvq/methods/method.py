@@ -226,11 +226,7 @@ class Method:
                 build_linear_chain(codec)
 
     def layers(
-        self,
-        config: Any,
-        held: Sequence[KvLayer],
-        keep_decoded: bool = False,
-        packed: bool = False,
+        self, config: Any, held: Sequence[KvLayer], keep_decoded: bool = False, packed: bool = False
     ) -> Sequence[Layer]:
         """An empty cache layer for each attention of a model that computes keys and values.
 

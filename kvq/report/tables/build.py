@@ -35,10 +35,7 @@ _MACHINE = ("peak_memory_bytes", "device", "cpu", "started")
 
 
 def build_tables(
-    store: Store,
-    *,
-    keys: Collection[str] | None = None,
-    scanned: tuple[list[Record], list[Broken]] | None = None,
+    store: Store, *, keys: Collection[str] | None = None, scanned: tuple[list[Record], list[Broken]] | None = None
 ) -> Tables:
     """Group the records of a store into one table per protocol (task, model, dataset, seed with all their settings).
 
