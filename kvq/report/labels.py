@@ -67,7 +67,8 @@ def named(record: Record) -> str:
 
 def is_variant(record: Record) -> bool:
     """Whether a run is a preset's variant (`kvquant/pysource`) or departs from its preset, not a method of its own."""
-    plain = "/" not in record.method.removeprefix(f"{ENGINES}/") or record.method in RATES
+    names = record.method.split("+")  # of a pair of two formats, both
+    plain = not any("/" in name.removeprefix(f"{ENGINES}/") for name in names) or record.method in RATES
     return not plain or bool(method_departures(record))
 
 

@@ -178,7 +178,8 @@ class Advisor:
         """Whether a row is a finished run of the asked engine with enough windows to compare; bounds are not tested."""
         prefix = "" if self.question.engine is None else f"engine/{self.question.engine}"
         known = not (row.baseline or row.stale or row.variant) and "delta_nll" in row.record.metrics
-        if not known or row.record.status != "done" or not row.record.method.startswith(prefix):
+        asked = all(name.startswith(prefix) for name in row.record.method.split("+"))
+        if not known or not asked or row.record.status != "done":
             return False
         losses = self._comparisons.losses(row.record)
         return losses is not None and len(losses.windows) >= fewest_to_differ()
@@ -242,10 +243,15 @@ class Advisor:
             return None
 
     def _command_line(self, record: Record) -> str:
-        """The line to paste: the engine's command, or a run of kvq."""
+        """The line to paste: of an engine, of a pair `A+B` with the keys of A and the values of B, or of a run."""
         bits = [f"bits={record.bits}"] if record.bits else []
-        serve = resolve(compose([f"method={record.method}", *bits])).method.serve
-        return serve or " ".join(["python run.py", *self.question.model, f"method={record.method}", *bits])
+        names = record.method.split("+")
+        lines = [resolve(compose([f"method={name}", *bits])).method.serve or "" for name in names]
+        apart = [re.fullmatch(r"(.* -ctk )(\S+)( -ctv )(\S+)", line) for line in (lines[0], lines[-1])]
+        if apart[0] and apart[1] and apart[0][1] == apart[1][1]:
+            return f"{apart[0][1]}{apart[0][2]}{apart[0][3]}{apart[1][4]}"
+        method = " method.values_of=".join([f"method={names[0]}", *names[1:]])
+        return (lines[0] if len(names) == 1 else "") or " ".join(["python run.py", *self.question.model, method, *bits])
 
     def _evidence_of(self, record: Record) -> str:
         """In words: on which model a record was measured, and whether in the engine or by a preset."""

@@ -39,7 +39,8 @@ def put(
     store: Store, name: str, bits: str, loss: float, noise: float, full: Record | None, model: str = "tiny"
 ) -> Record:
     """A run on record as a run of these settings would be."""
-    config = resolve(compose([f"model={model}", f"method={name}", *([f"bits={bits}"] if bits else [])]))
+    words = f"method={name}".replace("+", " method.values_of=").split()
+    config = resolve(compose([f"model={model}", *words, *([f"bits={bits}"] if bits else [])]))
     settings = by_names(config)
     known = {
         "model": model,
@@ -96,6 +97,18 @@ def test_an_engine_alone(store: Store) -> None:
     assert answers(store, "engine=llamacpp") == ["engine/llamacpp_q8_0", "engine/llamacpp_q4_0"]
     with pytest.raises(RecordError, match="no run of a format of mlx is on record; measure some: python run"):
         answers(store, "engine=mlx")
+
+
+def test_a_pair_of_formats_has_the_line_of_both(store: Store, capsys: pytest.CaptureFixture[str]) -> None:
+    full = next(run for run in store.scan()[0] if run.method == "fp16")
+    put(store, "engine/llamacpp_q8_0+engine/llamacpp_q5_1", "", 0.001, 0.0001, full)
+    put(store, "engine/llamacpp_q8_0+nsnquant", "", 0.0001, 0.00001, full)  # no engine's
+    assert recommend.main([*CONTEXT, "engine=llamacpp", f"results={store.root}"]) == 0
+    out = capsys.readouterr().out
+    assert "llama-server -m M.gguf -fa on -ctk q8_0 -ctv q5_1" in out
+    assert "nsnquant" not in out
+    assert recommend.main([*CONTEXT, f"results={store.root}"]) == 0
+    assert "method=engine/llamacpp_q8_0 method.values_of=nsnquant" in capsys.readouterr().out.replace("...", "")
 
 
 def test_what_it_rests_on(store: Store, capsys: pytest.CaptureFixture[str]) -> None:
