@@ -176,12 +176,7 @@ class SnapKV(Eviction):
     version: ClassVar[int] = 1
 
     def __init__(
-        self,
-        budget: float | int = 0.25,
-        least: int = 64,
-        window: int = 32,
-        kernel: int = 5,
-        pool: Pool | str = "avg",
+        self, budget: float | int = 0.25, least: int = 64, window: int = 32, kernel: int = 5, pool: Pool | str = "avg"
     ) -> None:
         super().__init__(budget, least, "prompt")
         at_least("window", window, 1)
@@ -253,11 +248,15 @@ class EvictingLayer(AttendedLayer):
             new = attended.weights(torch.arange(count - rows, count, device=attended.query.device)).sum(-2).mean(2)
         assert isinstance(new, Tensor)
         self._add_received(new)
-        if self.eviction.when == "always":
-            self._evict()
-        else:
+        if self.eviction.when == "prompt":
             self._append_kept()
             self._received = None
+        elif (kept := self._evict()) is not None:
+            self._received = self._scores(new).gather(-1, kept)
+
+    def _scores(self, keys: States) -> Scores:
+        """What the policy chooses by (`Seen.scores`) for the cached `keys`."""
+        return keys.new_zeros(keys.shape[:3]) if self._received is None else self._received
 
     def _choose_kept(self, keys: Tensor, values: Tensor) -> Tensor | None:
         """Indices of the tokens to keep, `[batch, heads, kept]`, ascending; None: all. Counts the rest in `evicted`."""
@@ -265,22 +264,19 @@ class EvictingLayer(AttendedLayer):
         allowed = self.eviction.allowed(tokens + self.evicted)
         if allowed >= tokens:
             return None
-        scores = keys.new_zeros(*keys.shape[:2], tokens) if self._received is None else self._received
         self.evicted += tokens - allowed
-        return self.eviction.keep(Seen(keys, values, scores), allowed)
+        return self.eviction.keep(Seen(keys, values, self._scores(keys)), allowed)
 
-    def _evict(self) -> None:
-        """Remove the tokens beyond the budget from both sides (in full precision) and from the sums of weights."""
+    def _evict(self) -> Tensor | None:
+        """Remove the tokens beyond the budget from both sides (in full precision); as `_choose_kept`."""
         assert self.key._full is not None
         assert self.value._full is not None
         kept = self._choose_kept(self.key._full.view, self.value._full.view)
-        if kept is None:
-            return
-        for side in (self.key, self.value):
-            assert side._full is not None
-            side._full = Growable(_gather_tokens(side._full.view, kept))
-        if self._received is not None:
-            self._received = self._received.gather(-1, kept)
+        if kept is not None:
+            self.key._full, self.value._full = (
+                Growable(_gather_tokens(full.view, kept)) for full in (self.key._full, self.value._full)
+            )
+        return kept
 
     def _append_kept(self) -> None:
         """Choose the prompt's tokens to keep, and append these to both sides."""
