@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -150,15 +151,14 @@ def solve_uniform(costs: Costs, bits: float) -> dict[Place, Option] | None:
     """A width for all keys and one for all values: of pairs within mean `bits` the cheapest; None: no pair fits."""
     widths = sorted({option.width for options in costs.options.values() for option in options})
     maps = []
-    for key in widths:
-        for value in widths:
-            asked = {"key": key, "value": value}
-            plan = {
-                place: next(option for option in options if option.width == asked[place[1]])
-                for place, options in costs.options.items()
-            }
-            if costs.bits(plan) <= bits * (1 + 1e-9):
-                maps.append((costs.cost(plan), key, value, plan))
+    for key, value in product(widths, repeat=2):
+        asked = {"key": key, "value": value}
+        plan = {
+            place: next(option for option in options if option.width == asked[place[1]])
+            for place, options in costs.options.items()
+        }
+        if costs.bits(plan) <= bits * (1 + 1e-9):
+            maps.append((costs.cost(plan), key, value, plan))
     return min(maps, key=lambda one: one[:3])[3] if maps else None
 
 
@@ -178,13 +178,8 @@ def preset_text(name: str, method: str, chosen: Mapping[Place, Option], note: st
         whole[side] = [layer for layer, widths in enumerate(by_layer) if set(widths) == {FULL}]
         kept = [[filler] if set(widths) == {FULL} else widths for widths in by_layer]
         maps[side] = [widths[0] if len(set(widths)) == 1 else widths for widths in kept]
-    fields = {
-        "defaults": [f"/method/{method}@_here_", "_self_"],
-        "name": name,
-        "note": note,
-        "bits_by_layer": maps,
-        "full_precision_layers": whole,
-    }
+    fields: dict[str, Any] = {"defaults": [f"/method/{method}@_here_", "_self_"], "name": name, "note": note}
+    fields |= {"bits_by_layer": maps, "full_precision_layers": whole}
     return yaml.safe_dump(fields, sort_keys=False, default_flow_style=None, width=120)
 
 

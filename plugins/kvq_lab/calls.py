@@ -33,9 +33,7 @@ class Function:
     @property
     def text(self) -> str:
         """Name, description and parameters as one line of JSON."""
-        return json.dumps(
-            {"name": self.name, "description": self.description, "parameters": self.parameters}, ensure_ascii=False
-        )
+        return json.dumps(vars(self), ensure_ascii=False)
 
 
 @dataclass(frozen=True)
@@ -73,14 +71,8 @@ def _right_value(value: Any) -> Any:
     return [_right_value(entry) for entry in value] if isinstance(value, list) else value
 
 
-TYPES = {
-    **{name: name for name in ("string", "integer", "number", "boolean", "array", "object", "null")},
-    "dict": "object",
-    "float": "number",
-    "tuple": "array",
-    "list": "array",
-    "bool": "boolean",
-}
+TYPES = {name: name for name in ("string", "integer", "number", "boolean", "array", "object", "null")}
+TYPES |= {"dict": "object", "float": "number", "tuple": "array", "list": "array", "bool": "boolean"}
 """Their types as those of JSON schemas; `any` is no restriction. Those of Java and JavaScript are refused."""
 # What is kept of a schema, as it is: nothing that refers to another document.
 _KEPT = ("description", "enum", "default", "format", "required", "minimum", "maximum", "minItems", "maxItems")

@@ -31,20 +31,9 @@ from kvq_lab.racing import Race, round_sizes, run_race
 
 Say = Callable[[str], None]
 
-DEFAULT = (
-    "engine/vllm_fp8",
-    "engine/vllm_int4_per_token_head",
-    "engine/vllm_turboquant_3bit_nc",
-    "engine/llamacpp_q8_0",
-    "engine/llamacpp_q5_0",
-    "engine/llamacpp_q4_0",
-    "engine/lmdeploy_4",
-    "engine/lmdeploy_42",
-    "engine/mlx_4",
-    "kivi bits=2",
-    "kivi bits=4",
-    "nsnquant bits=2",
-)
+_ENGINES = "vllm_fp8 vllm_int4_per_token_head vllm_turboquant_3bit_nc llamacpp_q8_0 llamacpp_q5_0 llamacpp_q4_0"
+_ENGINES += " lmdeploy_4 lmdeploy_42 mlx_4"
+DEFAULT = (*(f"engine/{name}" for name in _ENGINES.split()), "kivi bits=2", "kivi bits=4", "nsnquant bits=2")
 """What is raced where no engine is given."""
 CANARIES = ("identity", "zero")
 CANARY_WINDOWS, WIDTHS, MOST_CHARACTERS = 2, (2, 3, 6), 8_000_000
@@ -376,7 +365,5 @@ class Chooser:
             rounds.append(np.array(rows))
         self.state = run_race(rounds, self.state.sizes)
         out = [self.formats[at].name for at, (_, when) in self.state.dropped.items() if when == number]
-        say(
-            f"round {number}, {self.state.windows} windows: {len(self.state.left)} left"
-            + (f"; out: {', '.join(out)}" if out else "")
-        )
+        gone = f"; out: {', '.join(out)}" if out else ""
+        say(f"round {number}, {self.state.windows} windows: {len(self.state.left)} left{gone}")

@@ -59,9 +59,6 @@ class Speaker:
         later = self.reader.read(cache, tokens[:, self.user :])
         return log_probabilities(torch.cat([first[:, None], later[:, :-1]], 1))[0]
 
-    def new_cache(self) -> KVCache:
-        return self.reader.new_cache()
-
 
 def storage_by_tokens(cache: KVCache) -> dict[str, float]:
     """Effective bits and bytes of a cache of one sequence, and its token counts, means over layers, keys and values.
@@ -77,7 +74,7 @@ def storage_by_tokens(cache: KVCache) -> dict[str, float]:
 
 def read_turns(speaker: Speaker, full: Speaker | None, tokens: Tokens, length: int) -> tuple[list[Row], KVCache]:
     """Read turns of `length` tokens; returns a row per turn and the last cache; `full`: full precision, for KL."""
-    cache, other = speaker.new_cache(), None if full is None else full.new_cache()
+    cache, other = speaker.reader.new_cache(), None if full is None else full.reader.new_cache()
     rows: list[Row] = []
     for turn in tokens.split(length, 1):
         logits = speaker.read_turn(cache, turn)
@@ -98,12 +95,12 @@ def compare_branches(speaker: Speaker, first: Tokens, others: Sequence[Tokens]) 
     with rows that they share in memory counted once, and `once_bytes`, the separate ones less repeated copies of those
     bytes of the first turn that no later token changes.
     """
-    prefix = speaker.new_cache()
+    prefix = speaker.reader.new_cache()
     speaker.read_turn(prefix, first)
     once = _unchanged_bytes(prefix, speaker.reader.method)
     forks, own_caches, difference = [], [], 0.0
     for turn in others:
-        alone = speaker.new_cache()
+        alone = speaker.reader.new_cache()
         speaker.read_turn(alone, first)
         forks.append(prefix.fork())
         own_caches.append(alone)

@@ -225,8 +225,7 @@ def read_searches(store: Store) -> dict[str, list[Mapping[str, Any]]]:
     """The searches of a results folder, grouped by a digest of axes, overrides and settings except `_APART`."""
     searches: dict[str, list[Mapping[str, Any]]] = {}
     for path in sorted((store.root / "searches").glob("*.json")):
-        one = _read_search(path)
-        if one is not None:
+        if (one := _read_search(path)) is not None:
             settings = {name: value for name, value in one["settings"].items() if name not in _APART}
             shared = {"axes": one["axes"], "fixed": one["fixed"], "settings": settings}
             searches.setdefault(run_key(shared)[:8], []).append(one)

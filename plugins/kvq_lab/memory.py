@@ -29,9 +29,8 @@ def check_memory(config: Config) -> None:
     device = pick_device(config.device.value)
     free, where = 0, device.type if model.device_map is None else "all devices together"
     if device.type == "cuda":
-        free += sum(
-            torch.cuda.mem_get_info(one)[0] for one in range(torch.cuda.device_count() if model.device_map else 1)
-        )
+        devices = range(torch.cuda.device_count() if model.device_map else 1)
+        free += sum(torch.cuda.mem_get_info(one)[0] for one in devices)
     if device.type == "cpu" or model.device_map is not None:
         free += _free_memory()
     if needed > free > 0:

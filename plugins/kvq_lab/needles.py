@@ -38,7 +38,7 @@ def find_full_needles(choosing: Chooser, say: Say) -> None:
         return
     record = _run_needles(choosing, ("method=fp16",), say)
     if record is not None:
-        choosing.needles_found = _count_found(record)
+        choosing.needles_found = round(record.metrics["accuracy"] * len(DEPTHS))
         seconds = COST * record.provenance.wall_seconds["measure"]
         if choosing.needles_found > len(DEPTHS) // 2 and MOST * seconds <= limit:
             choosing.needle_seconds = seconds
@@ -56,7 +56,7 @@ def find_needles(choosing: Chooser, chosen: Sequence[Format], say: Say) -> None:
         record = _run_needles(choosing, one.words, say)
         if record is None:
             return
-        one.needles_found = _count_found(record)
+        one.needles_found = round(record.metrics["accuracy"] * len(DEPTHS))
 
 
 def _run_needles(choosing: Chooser, words: Sequence[str], say: Say) -> Record | None:
@@ -73,10 +73,6 @@ def _run_needles(choosing: Chooser, words: Sequence[str], say: Say) -> Record | 
     choosing.needle_tokens, choosing.needle_seconds = 0, None
     say(choosing.warnings[-1])
     return None
-
-
-def _count_found(record: Record) -> int:
-    return round(record.metrics["accuracy"] * len(DEPTHS))
 
 
 def needle_words(choosing: Chooser, words: Sequence[str]) -> list[str]:

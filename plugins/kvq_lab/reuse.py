@@ -88,11 +88,6 @@ def deflated_bytes(plane: UInt8[np.ndarray, " numbers"]) -> int:
     return len(packer.compress(plane.tobytes())) + len(packer.flush())
 
 
-def same_bits(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors of a dtype have the same bytes."""
-    return torch.equal(*(tensor.contiguous().flatten().view(torch.uint8) for tensor in (one, other)))
-
-
 def pass_through_file(
     cache: KVCache, inputs: Inputs, method: Method, folder: Path
 ) -> tuple[KVCache, dict[str, float], dict[str, float]]:
@@ -113,7 +108,8 @@ def pass_through_file(
         unpacked = iter([np.frombuffer(unpacker.decompress(part), np.uint8) for part in packed])
     with timed(seconds, "join"):
         joined = [join_planes([next(unpacked) for _ in own], like, exponents) for own, like in pairs]
-    assert all(map(same_bits, joined, tensors)), "a coder lost bits"
+    again = [plane for tensor in joined for plane in byte_planes(tensor, exponents)]
+    assert all(map(np.array_equal, again, parts)), "a coder lost bits"
     with timed(seconds, "load"):
         read = KVCache.load(path, inputs.model.model, method, inputs.config.cache.keep_decoded)
     read.token_by_token = cache.token_by_token
@@ -173,8 +169,7 @@ def measure(inputs: Inputs, method: Method, baseline: Baseline | None, journal: 
 def summarize_rows(rows: Sequence[Row]) -> dict[str, float]:
     """Metrics of all windows: sums of losses, means of sizes, medians of rates."""
     tokens = sum(row["tokens"] for row in rows)
-    metrics = dict(rows[-1]["storage"])
-    metrics |= {"windows": float(len(rows)), "scored_tokens": float(tokens)}
+    metrics = {**rows[-1]["storage"], "windows": float(len(rows)), "scored_tokens": float(tokens)}
     metrics["nll"] = sum(row["nll"] for row in rows) / tokens
     metrics["reload_difference"] = max(row["reload_difference"] for row in rows)
     means = [name for name in rows[0] if name.endswith(("_bytes", "_bits"))]

@@ -251,18 +251,16 @@ def summary_lines(search: Search, verdicts: Sequence[Trial]) -> Iterator[str]:
     size = "" if search.space.size is None else f" of {search.space.size} combinations"
     yield f"search: {len(done)} trials{size}, hypervolume {search.hypervolumes()[-1]:.4f}; {search.path}"
     by_words = {tuple(trial.words): trial for trial in verdicts}
+
+    def told(trial: Trial) -> str:
+        """Its values, or the reason why it has none."""
+        pairs = zip(objectives, trial.values or (), strict=False)
+        return ", ".join(f"{name} {value:.4f}" for name, value in pairs) or trial.reason
+
     for trial in search.winners():
-        values = ", ".join(f"{name} {value:.4f}" for name, value in zip(objectives, trial.values or [], strict=True))
         verdict = by_words.get(tuple(trial.words))
-        if verdict is None:
-            outcome = ""
-        elif verdict.values is None:
-            outcome = f"; verdict: {verdict.reason}"
-        else:
-            outcome = "; verdict: " + ", ".join(
-                f"{name} {value:.4f}" for name, value in zip(objectives, verdict.values, strict=True)
-            )
-        yield f"  {' '.join(trial.words)}: {values}{outcome}"
+        outcome = "" if verdict is None else f"; verdict: {told(verdict)}"
+        yield f"  {' '.join(trial.words)}: {told(trial)}{outcome}"
 
 
 def dominated(points: Sequence[Sequence[float]]) -> list[bool]:

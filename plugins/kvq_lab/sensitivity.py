@@ -37,14 +37,8 @@ Place = tuple[str, int]
 
 def ppl_settings(task: SensitivityConfig) -> PplConfig:
     """The settings of `task=ppl` with the same windows and scoring."""
-    return PplConfig(
-        windows=Windows.disjoint,
-        context=task.context,
-        scoring=task.scoring,
-        bos=task.bos,
-        max_windows=task.windows,
-        batch_size=task.batch_size,
-    )
+    same = {name: getattr(task, name) for name in ("context", "scoring", "bos", "batch_size")}
+    return PplConfig(windows=Windows.disjoint, max_windows=task.windows, **same)
 
 
 def check(inputs: Inputs, method: Method) -> None:

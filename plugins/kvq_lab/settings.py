@@ -250,16 +250,5 @@ class ToolsConfig(ItemsConfig):
             )
 
 
-SCHEMAS: dict[str, type[TaskConfig]] = {
-    kind.name: kind
-    for kind in (
-        ConversationConfig,
-        DriftConfig,
-        LimitConfig,
-        ReuseConfig,
-        SensitivityConfig,
-        SpeculateConfig,
-        ToolsConfig,
-        TrajectoryConfig,
-    )
-}
+_KINDS = ConversationConfig, DriftConfig, LimitConfig, ReuseConfig, SensitivityConfig, SpeculateConfig
+SCHEMAS: dict[str, type[TaskConfig]] = {kind.name: kind for kind in (*_KINDS, ToolsConfig, TrajectoryConfig)}

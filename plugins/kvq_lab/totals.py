@@ -21,19 +21,7 @@ if TYPE_CHECKING:
 LARGER = CacheShape((LayerKind(32, 8, 128),), None)
 """The shape of a model of 8B parameters: Llama 3.1's."""
 _DRAWN = (
-    "rtn",
-    "kivi",
-    "nsn",
-    "oscar",
-    "nsnquant",
-    "turboquant",
-    "waterfill",
-    "waterfill_kv",
-    "waterfill/kv_small",
-    "kvtc",
-    "nova_kv",
-    "cq/4c9b",
-    "cq/8c10b",
+    "rtn kivi nsn oscar nsnquant turboquant waterfill waterfill_kv waterfill/kv_small kvtc nova_kv cq/4c9b cq/8c10b"
 )
 _MOST = 8.0  # bits that are drawn
 
@@ -52,12 +40,8 @@ def totals_table(records: Sequence[Record], store: Store) -> pd.DataFrame:
     lines = []
     for record in sorted(wanted, key=lambda one: (label(one), one.metrics["bits_per_element"])):
         shape, tables = _shape_of_model(record.model), record.metrics.get("calibration_bytes", 0.0)
-        line = {
-            "method": label(record),
-            "bits": record.bits,
-            "delta_nll": record.metrics["delta_nll"],
-            "tables": tables,
-        }
+        line = {"method": label(record), "bits": record.bits, "tables": tables}
+        line["delta_nll"] = record.metrics["delta_nll"]
         for name, tokens in IN_FLIGHT.items():
             at = {"in_flight": name, "shape": record.model, "total_bits": total_bits(record.metrics, tokens)}
             lines.append(line | at)
@@ -70,7 +54,7 @@ def totals_table(records: Sequence[Record], store: Store) -> pd.DataFrame:
 
 def _is_drawn(record: Record) -> bool:
     as_preset = not method_departures(record) or keeps_first(record)
-    return record.method in _DRAWN and as_preset and record.metrics.get("delta_nll", 0.0) > 0
+    return record.method in _DRAWN.split() and as_preset and record.metrics.get("delta_nll", 0.0) > 0
 
 
 def _shape_of_model(model: str) -> CacheShape | None:

@@ -169,8 +169,7 @@ def measure(inputs: Inputs, method: Method, baseline: Baseline | None, journal: 
         return row
 
     rows, samples = scored_rows(journal, "passage", len(prompts), score)
-    metrics = dict(rows[-1]["storage"])
-    metrics |= {"passages": float(len(rows))}
+    metrics = {**rows[-1]["storage"], "passages": float(len(rows))}
     if "ended" in rows[0]:
         metrics["ended"] = statistics.fmean(row["ended"] for row in rows)
     if baseline is not None:
@@ -244,7 +243,4 @@ def drift(rows: Sequence[Row], parts: int) -> dict[str, float]:
     return metrics
 
 
-TASKS = {
-    "trajectory": Task(check, measure, settings=TrajectoryConfig),
-    "drift": Task(check, measure, settings=DriftConfig),
-}
+TASKS = {kind.name: Task(check, measure, settings=kind) for kind in (TrajectoryConfig, DriftConfig)}

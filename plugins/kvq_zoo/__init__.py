@@ -2,24 +2,15 @@
 
 from kvq.config.plugins import Plugin
 
-_MOVED = {
-    "balance": ("VarianceBalance",),
-    "block_float": ("BlockFloatQuantizer",),
-    "channel_groups": ("PairWidths",),
-    "covariance": ("CovarianceRotation", "RankClip"),
-    "deflate": ("DeflateCodec",),
-    "gear": ("SparseLowRank",),
-    "geometric": ("PolarQuantizer",),
-    "kvtc": ("CoefficientQuantizer", "PrincipalComponents"),
-    "octave": ("LeadingChannels", "RmsLevelsQuantizer"),
-    "qjl": ("SketchQuantizer",),
-    "query_moments": ("QueryTransform", "SubspaceQuantizer"),
-    "rotations": ("BlockRotation",),
-    "serving": ("LayerScale", "TurboMindQuantizer"),
-    "spectral": ("EigenRotation", "SpectralQuantizer"),
-    "triplets": ("LatticeQuantizer", "OctahedralQuantizer"),
-}
-"""Module -> its classes that were in `kvq.codecs` when their first records were made."""
+_MOVED = """
+balance.VarianceBalance block_float.BlockFloatQuantizer channel_groups.PairWidths covariance.CovarianceRotation
+covariance.RankClip deflate.DeflateCodec gear.SparseLowRank geometric.PolarQuantizer kvtc.CoefficientQuantizer
+kvtc.PrincipalComponents octave.LeadingChannels octave.RmsLevelsQuantizer qjl.SketchQuantizer
+query_moments.QueryTransform query_moments.SubspaceQuantizer rotations.BlockRotation serving.LayerScale
+serving.TurboMindQuantizer spectral.EigenRotation spectral.SpectralQuantizer triplets.LatticeQuantizer
+triplets.OctahedralQuantizer
+"""
+"""Classes that were in `kvq.codecs` when their first records were made."""
 _FORMS = {
     "grids.EngineFloat8Quantizer": "Float8Quantizer",
     "grids.EngineUniformQuantizer": "UniformQuantizer",
@@ -30,7 +21,7 @@ _FORMS = {
 _POLICIES = ("detected.SinkDetection", "eviction.HeavyHitters", "eviction.SnapKV", "eviction.StreamingLLM")
 PLUGIN = Plugin(
     "kvq_zoo",
-    renamed={f"kvq.codecs.{name}": f"kvq_zoo.{module}.{name}" for module, names in _MOVED.items() for name in names}
+    renamed={f"kvq.codecs.{path.partition('.')[2]}": f"kvq_zoo.{path}" for path in _MOVED.split()}
     | {f"kvq.methods.{path}": f"kvq_zoo.{path}" for path in _POLICIES},
     keyed={f"kvq_zoo.{path}": f"kvq.codecs.{name}" for path, name in _FORMS.items()} | {"kvq_zoo.qjl.FirstLayers": ""},
     has_versions=True,

@@ -96,11 +96,6 @@ class Eviction(Policy, abc.ABC):
         """Indices of the `allowed` tokens to keep, ascending."""
 
 
-def _top_indices(scores: Tensor, count: int) -> Tensor:
-    """Indices of the `count` largest scores along the last dimension, largest first."""
-    return scores.topk(count, -1).indices
-
-
 def _index_range(scores: Tensor, start: int, end: int) -> Tensor:
     """Indices `start` to `end` - 1, repeated over the leading dimensions of the scores."""
     return torch.arange(start, end, device=scores.device).expand(*scores.shape[:-1], -1)
@@ -156,7 +151,7 @@ class HeavyHitters(Eviction):
     def keep(self, seen: Seen, allowed: int) -> Int[Tensor, "batch kv_heads kept"]:
         scores, tokens = seen.scores, seen.scores.shape[-1]
         newest = int(self.recent * allowed)
-        heavy = _top_indices(scores[..., : tokens - newest], allowed - newest)
+        heavy = scores[..., : tokens - newest].topk(allowed - newest, -1).indices
         return torch.cat([heavy.sort(-1).values, _index_range(scores, tokens - newest, tokens)], -1)
 
 
@@ -193,7 +188,7 @@ class SnapKV(Eviction):
         before = scores[..., : tokens - self.window]
         half = self.kernel // 2
         pooled = getattr(torch.nn.functional, f"{self.pool}_pool1d")
-        chosen = _top_indices(pooled(before, self.kernel, 1, half), allowed - self.window)
+        chosen = pooled(before, self.kernel, 1, half).topk(allowed - self.window, -1).indices
         return torch.cat([chosen.sort(-1).values, _index_range(scores, tokens - self.window, tokens)], -1)
 
 

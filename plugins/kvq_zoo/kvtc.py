@@ -23,14 +23,7 @@ from kvq.codecs.stages import Rope
 from kvq.codecs.trellis import read, write
 from kvq.errors import ConfigError, DataError, Unsupported, at_least
 from kvq_zoo.all_layers import AllLayers
-from kvq_zoo.coefficient_groups import (
-    GroupErrors,
-    Groups,
-    code_numbers,
-    measure_errors,
-    plan_groups,
-    quantize_groups,
-)
+from kvq_zoo.coefficient_groups import GroupErrors, Groups, code_numbers, measure_errors, plan_groups, quantize_groups
 
 _TOGETHER = 2**26
 """Numbers that are in fp64 at once while moments are summed up."""

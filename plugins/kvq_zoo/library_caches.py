@@ -105,8 +105,7 @@ def stored_bytes(held: Any) -> int:
 class TransformersSide:
     """Keys or values of a `TransformersLayer`, with the properties that a `KVCache` sums up."""
 
-    uses_rope = False
-    wants_hidden = False
+    uses_rope = wants_hidden = False
     rope: RopeTable | None = None
 
     def __init__(self, layer: TransformersLayer, name: str) -> None:

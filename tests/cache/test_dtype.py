@@ -29,7 +29,16 @@ from tests.random_models import llama, token_ids
 from tests.tasks.test_scoring import chunked, token_by_token
 
 DTYPES = [torch.float16, *(pytest.param(dtype, marks=pytest.mark.long) for dtype in (torch.bfloat16, torch.float32))]
-POLICIES = ["kivi method.sink_tokens=3", "snapkv", "h2o", "streamingllm/kivi", "ott", "zipcache", "cq/kept_comma"]
+POLICIES = [
+    "kivi method.sink_tokens=3",
+    "snapkv",
+    "h2o",
+    "triattention",
+    "streamingllm/kivi",
+    "ott",
+    "zipcache",
+    "cq/kept_comma",
+]
 
 
 def method(given: str, size: int = 8, dim: int = 128) -> Method:

@@ -26,7 +26,9 @@ from tests.random_models import in_double_precision, llama, token_ids
 BOTH_WAYS = ("kivi", "nsn", "nsnquant")
 JOINT = ["kvtc", "waterfill", "waterfill_kv"]  # with tables of a calibration, and first tokens in full precision
 METHODS = [name for name in presets.METHODS if name not in JOINT]
-REFUSED = {name: f"eviction of {name}" for name in ("h2o", "snapkv", "streamingllm")} | {"qjl": "first_layers of qjl"}
+REFUSED = {name: f"eviction of {name}" for name in ("h2o", "snapkv", "streamingllm", "triattention")} | {
+    "qjl": "first_layers of qjl"
+}
 REFUSED |= {name: f"token_policy of {name}" for name in ("ott", "zipcache")} | dict.fromkeys(LIBRARIES, "backend of")
 REFUSED |= {"kitty": "method=kitty has sink_tokens"}
 """Methods that are more than codecs behind a residual; codes that it does not read are in tests/kernels/test_eager."""

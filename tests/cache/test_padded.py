@@ -84,7 +84,13 @@ def test_generate_writes_the_tokens_of_batch_1(name: str, monkeypatch: pytest.Mo
     assert len(done) > 8
 
 
-REFUSED = {"h2o": "evicts", "streamingllm": "evicts", "snapkv": "evicts", "zipcache": "goes by attention"}
+REFUSED = {
+    "h2o": "evicts",
+    "streamingllm": "evicts",
+    "snapkv": "evicts",
+    "triattention": "evicts",
+    "zipcache": "goes by attention",
+}
 
 
 @pytest.mark.every_plugin

@@ -32,6 +32,7 @@ LACKS = {
     "kvquant_plus_plus/gqa": "codecs_alone fixed_bits",
     "oscar merge_rotation=true": "codecs_alone sides_apart",
     "h2o": f"{ATTENDED} several_tokens",
+    "triattention": f"{ATTENDED} several_tokens",
     "snapkv": f"{ATTENDED} no_prompt chunked_prompt",
     "streamingllm/kivi": f"sides_alike {ATTENDED} no_prompt chunked_prompt",
     "ott": f"{ATTENDED} prompt_at_once",

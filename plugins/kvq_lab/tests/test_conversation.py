@@ -131,12 +131,12 @@ def test_forks_share_what_they_have_not_grown() -> None:
     sizes = compare_branches(speaker, first, turns)
     assert sizes["fork_difference"] == 0
     assert sizes["shared_bytes"] == sizes["once_bytes"] < sizes["separate_bytes"]
-    cache = speaker.new_cache()
+    cache = speaker.reader.new_cache()
     speaker.read_turn(cache, first)
     assert cache.packed_bytes == sizes["separate_bytes"] - sizes["shared_bytes"]
     forks = [cache.fork() for _ in range(4)]
     assert bytes_together([cache]) == bytes_together([cache, *forks]) == cache.nbytes
-    other = speaker.new_cache()
+    other = speaker.reader.new_cache()
     speaker.read_turn(other, first)
     assert bytes_together([cache, other]) == 2 * cache.nbytes
 

@@ -22,9 +22,15 @@ from kvq.methods.policies import Policy
 from kvq.models.inputs import Inputs
 from kvq.results import Record, Store
 from kvq.runs import run
-from kvq_lab.reuse import byte_planes, check, deflated_bytes, join_planes, order0_bytes, same_bits
+from kvq_lab.reuse import byte_planes, check, deflated_bytes, join_planes, order0_bytes
 
 pytest.importorskip("zstandard")
+
+
+def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return torch.equal(*(tensor.flatten().view(torch.uint8) for tensor in (one, other)))
+
+
 GIVEN = "model=tiny task=reuse task.windows=2 task.prefix=96 task.scored=32 residual.size=16 threads=1".split()
 
 
