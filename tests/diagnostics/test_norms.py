@@ -52,6 +52,45 @@ def test_norms_and_their_spread_in_closed_form() -> None:
     assert found.median_over_min.tolist() == pytest.approx([2, 1])
 
 
+def test_the_example_of_oscars_review() -> None:
+    """One channel of a sink and three tokens at 2 bits, as printed, and what of its conclusions does not follow."""
+    channel = torch.tensor([0.05, 8.1, 7.9, 8.3], dtype=torch.float64)[:, None]
+    errors = {}
+    for name, x in (("with", channel), ("without", channel[1:])):
+        grid = UniformQuantizer(2, "per_channel", None)
+        decoded = grid.decode(grid.encode(x, torch.float64), x.shape, torch.float64)
+        errors[name] = (decoded - x).abs()[-3:, 0]
+    with_sink, without = (group_ranges(x[None, None], len(x)).item() for x in (channel, channel[1:]))
+    assert (with_sink, without) == pytest.approx((8.25, 0.4))  # as printed, and steps of 2.75 and 0.133
+    assert without / 6 == pytest.approx(0.067, abs=5e-4)
+    # Printed: 8.1 becomes 8.25, an error of 0.15. Its own grid begins at 0.05, not at 0: 8.1 becomes 8.3.
+    assert errors["with"].tolist() == pytest.approx([0.2, 0.4, 0], abs=4e-3)
+    assert float(errors["without"].max()) == pytest.approx(0.067, abs=4e-3)
+    # Printed: 4 times as precise. The bounds' ratio is 20.6, that of largest errors 6, that of the token shown 3.
+    assert step_bound(torch.tensor(with_sink / without), 2).item() * 6 == pytest.approx(20.6, abs=0.05)
+    assert float(errors["with"].max() / errors["without"].max()) == pytest.approx(6, rel=0.05)
+    assert float(errors["with"][0] / errors["without"][0]) == pytest.approx(3, rel=0.07)
+    # Printed: tokens of norm 1 collapse 8.3 beside 0.05. They do where directions agree; a sink of the opposite one
+    # then doubles the range, from once to twice the size of an entry.
+    for sink, span in ((0.05, 0), (-0.05, 2 * 0.5)):
+        keys = torch.cat([torch.full((1, 4), sink, dtype=torch.float64), channel[1:].expand(3, 4)])
+        unit = torch.nn.functional.normalize(keys, dim=-1)
+        assert group_ranges(unit[None, None], 4).flatten().tolist() == pytest.approx([span] * 4)
+
+
+@pytest.mark.parametrize(("dim", "span"), [(64, 0.517), (128, 0.366)])
+def test_the_range_of_32_unit_vectors(dim: int, span: float) -> None:
+    """The review: √(log₂ 32 / D), 0.20 at 128 channels, a step of 0.067, an error of 0.033; all are 1.85 times it."""
+    keys = torch.randn(1, 8, 4096, dim, generator=torch.Generator().manual_seed(0))
+    codec = build_method("oscar", 2, dim).key
+    assert codec is not None
+    unit = stage_outputs(codec, keys, None, None)[-1][1]
+    found = float(group_ranges(unit, 32).mean())
+    assert found == pytest.approx(span, rel=0.01)
+    assert found / math.sqrt(math.log2(32) / dim) == pytest.approx(1.85, rel=0.01)
+    assert float(step_bound(torch.tensor(found), 2)) == pytest.approx(span / 6, rel=0.01)
+
+
 def test_sinks_are_found_by_position_and_stability() -> None:
     norms = torch.full((3, 2, 10), 8.0)
     norms[:, :, 0] = 0.8
