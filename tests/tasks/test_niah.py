@@ -169,3 +169,19 @@ def test_the_embedded_model_finds_its_needles_and_zero_finds_none(tmp_path: Path
     assert found["zero"].metrics["accuracy"] == 0
     assert found["zero"].metrics["p_value"] < 1e-6
     assert found["zero"].metrics["not_worse"] == found["zero"].metrics["within_noise"] == 0
+
+
+@pytest.mark.long
+def test_the_residual_alone_finds_needles_among_its_tokens(tmp_path: Path) -> None:
+    """Codes that hold nothing: a needle is found where the last 128 tokens are kept and it is one of them, else not."""
+    task = ["task=niah", "task.lengths=[512]", "task.depths=[0.5,1]", "task.repeats=10", "model=tiny_hard"]
+    for kept, last in (
+        ("residual.policy=sliding residual.size=128", 0.5),
+        ("residual.policy=block residual.size=0", 0),
+    ):
+        folder = tmp_path / f"{last}"
+        assert main([*task, "method=zero", *kept.split(), f"results_dir={folder}"]) == 0
+        found = records(folder)["zero"].metrics
+        assert found["accuracy[depth=0.5]"] == 0
+        assert found["accuracy[depth=1.0]"] >= last
+        assert (found["accuracy[depth=1.0]"] > 0) == (last > 0)
