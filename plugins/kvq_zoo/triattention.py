@@ -33,10 +33,10 @@ class TriAttention(Eviction):
         every: tokens between two evictions, at positions that are multiples of it.
         reach: the largest distance, a number of tokens.
 
-    Source: TriAttention (arXiv 2604.04921), sections 3 and 4, as its released triattention.py computes it, with its
-    `per_layer_perhead_pruning` (the default averages over layers) and `allow_prefill_compression`. Ours: c and m are of
-    the queries that the layer has read in this text, the release fits them to another text beforehand; channels without
-    RoPE are bands of frequency 0.
+    Source: the released code of TriAttention (arXiv 2604.04921, of which the abstract was read), its triattention.py
+    with `per_layer_perhead_pruning` (the default averages over layers) and `allow_prefill_compression`. Ours: c and m
+    are of the queries that the layer has read in this text, the release fits them to another text beforehand; channels
+    without RoPE are bands of frequency 0.
     """
 
     version: ClassVar[int] = 1
