@@ -17,6 +17,7 @@ from typing import Any
 from rich.console import Console
 
 from kvq.config import Config, compose, plugins, resolve, resolve_part
+from kvq.config.composing import take_values
 from kvq.config.explain import COMPOSE_ERRORS, explain
 from kvq.config.identity import by_names
 from kvq.config.limits import cache_folder
@@ -193,7 +194,7 @@ def _resolve_rest(rest: sweep.Overrides) -> Config:
 @functools.cache
 def _resolve_part(part: str, words: sweep.Overrides) -> dict[str, Any] | None:
     """The resolved settings of a part of `_PARTS`; None if its overrides `words` change other parts, as some do."""
-    config, defaults = compose(words), compose([])
+    config, defaults = take_values(compose(words)), compose([])
     if any(config._get_node(name) != defaults._get_node(name) for name in config.keys() - {part, "bits"}):
         return None
     settings = {part: resolve_part(config, part)}

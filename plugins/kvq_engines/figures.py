@@ -61,19 +61,18 @@ def pairs_table(table: Table) -> pd.DataFrame | None:
 
     Of a pair at several widths the first stands in the table.
     """
-    names = [row.name.split("+") for row in table.rows if row.name.count("+") == 1]
-    if len(names) < FEWEST_PAIRS:
+    rows = [row for row in table.rows if not row.variant]
+    pairs = [row.record.method.split("+") for row in rows if "+" in row.record.method]
+    if len(pairs) < FEWEST_PAIRS:
         return None
-    formats = {name for pair in names for name in pair}
-    done = [row for row in table.rows if "delta_nll" in row.record.metrics and formats.issuperset(row.name.split("+"))]
+    formats = {name for pair in pairs for name in pair}
+    measured = [row.record for row in rows if "delta_nll" in row.record.metrics]
     lines = [
-        {
-            "keys": row.name.split("+")[0],
-            "values": row.name.split("+")[-1],
-            "bits": row.record.metrics["effective_bits"],
-        }
-        | {name: row.record.metrics.get(name) for name in PAIR_METRICS}
-        for row in done
+        {"keys": keys, "values": values or keys, "bits": record.metrics["effective_bits"]}
+        | {name: record.metrics.get(name) for name in PAIR_METRICS}
+        for record in measured
+        for keys, _, values in [record.method.partition("+")]
+        if {keys, values or keys} <= formats
     ]
     return pd.DataFrame(lines).drop_duplicates(["keys", "values"])
 

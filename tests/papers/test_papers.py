@@ -208,6 +208,7 @@ def test_groups_composed_apart_are_the_run_composed_whole() -> None:
         ("model=distilgpt2", "task=ppl/kvquant_plus_plus", "dataset=wikitext2", "method=fp16"),
         ("model=hf", "model.path=a/b", "model.dtype=float16", "task=memory", "task.lengths=[1024]"),
         ("seed=3",),
+        ("model=tiny", "method=kivi", "method.values_of=nsnquant", "bits=2"),
     )
     for run in runs:
         whole = resolve(compose(list(run)))

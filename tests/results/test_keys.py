@@ -54,6 +54,7 @@ SETTINGS = (
     "method.calibration.seed=",
     "method.bits_by_layer",
     "method.sink_tokens=",
+    "residual.policy=",
     "stages.transform.tables=",
     *WORDS,
     "hydra/sweeper=kvq_search",
