@@ -32,7 +32,7 @@ from kvq.config import PplConfig
 from kvq.errors import DataError
 from kvq.methods.method import Method
 from kvq.models.inputs import Inputs
-from kvq.models.layers import head_dims_of
+from kvq.models.layers import head_dims_of, window_of
 from kvq.models.load import LoadedModel
 from kvq.results.statistics import delta_nll_of_samples
 from kvq.tasks.ppl import Writer
@@ -235,6 +235,8 @@ def run_engine(
             raise DataError(f"{given}; model={inputs.config.model.name} has {config.vocab_size}")
         reference = None if method.is_full_precision else stack.enter_context(open_engine(inputs, full))
         rounds = isinstance(engine, LlamaCpp)
+        # llama.cpp keeps layers with windows in a second cache, whose states are not read.
+        two_caches = rounds and any(window_of(config, layer) for layer in range(config.num_hidden_layers))
         for index, window in enumerate(tqdm(windows, desc=method.label, unit="window", leave=False, disable=None)):
             own = engine_log_probs(engine, window)
             expected = None if reference is None else engine_log_probs(reference, window)
@@ -249,7 +251,7 @@ def run_engine(
             if task.engine.compare:
                 whole = None in (method.key, method.value)
                 shape = config.num_hidden_layers, config.num_key_value_heads, head_dims_of(config)[0]
-                cached = None if whole else engine.cached(*shape)
+                cached = None if whole or two_caches else engine.cached(*shape)
                 add_window(agreement, loaded, method, window, own, expected, rounds, cached)
         return agreement, engine.build
 
