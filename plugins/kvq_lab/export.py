@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from itertools import groupby, pairwise
+from itertools import groupby
 from typing import Any
 
 import yaml
@@ -122,9 +122,8 @@ def layer_map(config: Config, form: str) -> str:
         entries = {f"model.layers.{at}.self_attn": {"quant_algo": name} for at, name in enumerate(key) if name}
         words = {"quant_algo": "MIXED_PRECISION", "quantized_layers": entries, "schema_version": 1}
         return json.dumps({"quantization": {f"kv_cache_{name}": own for name, own in words.items()}}, indent=2)
-    starts = [*(at for at, name in enumerate(key) if not at or name != key[at - 1]), len(key)]
-    runs = [(first, end - 1, key[first]) for first, end in pairwise(starts) if key[first]]
-    text = ",".join(f"{first}-{last}:{name}" if first < last else f"{first}:{name}" for first, last, name in runs)
+    runs = [layers for layers in _runs(key) if key[layers[0]]]
+    text = ",".join("-".join(map(str, sorted({run[0], run[-1]}))) + f":{key[run[0]]}" for run in runs)
     return f'LLM(M, kv_cache_config=KvCacheConfig(dtype="{text}"))'
 
 
@@ -145,9 +144,14 @@ def _layer_formats(config: Config, form: str, side: str) -> list[str]:
     return [formats[width] for width in widths]
 
 
+def _runs(types: Sequence[str]) -> list[list[int]]:
+    """Numbers of layers, those that follow one another with the same type together."""
+    return [list(same) for _, same in groupby(range(len(types)), types.__getitem__)]
+
+
 def _edge_flags(flag: str, types: list[str]) -> str:
     """ik_llama.cpp's flags of one side: a type, and others of the first and of the last layers."""
-    runs = [(name, len(list(same))) for name, same in groupby(types)]
+    runs = [(types[layers[0]], len(layers)) for layers in _runs(types)]
     if len(runs) > 3:
         raise Unsupported(f"map=ikllama: -{flag} has a type for the first, middle and last layers; {len(runs)} runs")
     base = runs[len(runs) > 1][0]
