@@ -1,19 +1,22 @@
-"""What serving engines do beside common formats: one scale for a layer, and TurboMind's integers."""
+"""What serving engines do beside common formats: one scale for a layer, queries in 8 bits, and TurboMind's integers."""
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from kvq.cache.layer import KVCacheLayer
+from kvq.cache.observe import Attended
 from kvq.codecs.calibrated import Calibrated, States, Tables
 from kvq.codecs.packed import pack_parts
 from kvq.codecs.quantizers import Parts, to_stored
 from kvq.codecs.stages import Side, Stage
 from kvq.codecs.uniform import UniformQuantizer
 from kvq.errors import Unsupported, require
+from kvq.methods.policies import Policy
 
 
 class LayerScale(Calibrated, Stage):
@@ -126,3 +129,37 @@ class TurboMindQuantizer(UniformQuantizer):
         steps = (to_stored(x, own) - low) * scale.float().reciprocal().to(own)
         codes = steps.float().nan_to_num_(0).round_().clamp_(0, (2**self.bits - 1))
         return pack_parts(codes, self.bits) | {"scale": scale, "zero_point": low}
+
+
+class QueryCast(Policy):
+    """Casts queries to e4m3 after RoPE, saturating, as engines do whose attention multiplies 8-bit floats.
+
+    Their scale is 1, as a checkpoint without one has it. Nothing of it is stored.
+
+    Source: `query_quant` of vLLM's `Attention`, for the backends with `supports_quant_query_input`.
+    """
+
+    version: ClassVar[int] = 1
+    setting = "query_cast"
+    does = "casts queries"
+    excludes = frozenset({"codecs_alone", "own_tokens", "packed_attention"})
+
+    def wrap_layer(self, like: KVCacheLayer, layer: int, config: Any) -> KVCacheLayer:
+        """A `CastQueriesLayer` with the sides and the window of `like`; of a layer in full precision, `like` itself."""
+        quantized = like.key.codec is not None or like.value.codec is not None
+        return CastQueriesLayer(like.key, like.value, like.window) if quantized else like
+
+
+class CastQueriesLayer(KVCacheLayer):
+    """Keys and values of one layer whose queries are e4m3 numbers when attention reads them."""
+
+    no_padding_reason = "casts the queries of all sequences at once"
+
+    @property
+    def observes(self) -> bool:
+        return True
+
+    def observe(self, attended: Attended) -> None:
+        """Cast the queries in place, which attention is about to read."""
+        query = attended.query
+        query.copy_(query.clamp(-448, 448).to(torch.float8_e4m3fn))

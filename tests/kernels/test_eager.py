@@ -81,6 +81,7 @@ ENGINES = {
     "tensorrt": "stage 'scale'",
     "vllm_fp8/calibrated": "stage 'scale'",
     "vllm_fp8/per_head": "stage 'scale'",
+    "vllm_fp8/random_tokens": "stage 'scale'",
     "vllm_fp8_k_nvfp4_v": "stage 'scale'",
     "vllm_int4": "stage 'hadamard'",
     "vllm_nvfp4": "stage 'scale'",

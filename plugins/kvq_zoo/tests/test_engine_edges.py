@@ -88,3 +88,10 @@ def test_a_group_below_the_least_scale_of_scaled_integers_becomes_zero():
     x = torch.full((1, 1, 1, DIM), 7 * 0.99 * 2.0**-10)
     assert not codec.decode(codec.encode(x)).any()
     assert bool((codec.decode(codec.encode(-2 * x)) == -7 * 2.0**-9).all())
+
+
+def test_a_group_below_the_least_scale_of_nvfp4_becomes_zero():
+    x = torch.full((1, 1, 1, 16), 5.9 * 2.0**-10)
+    codec = build_method("engine/vllm_nvfp4/uncalibrated", head_dim=16).key
+    assert not codec.decode(codec.encode(x)).any()
+    assert codec.decode(codec.encode(2 * x)).all()
