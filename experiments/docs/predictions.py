@@ -77,11 +77,13 @@ def predicted(records: Sequence[Record], model: str, metric: str, scoring: str) 
 def cause(model: str, kind: str, form: str) -> float:
     """Error of attention outputs of OScaR over KIVI's in layers of a kind, keys and values in another form.
 
-    `kind` and `form`: as `experiments/models/separate_causes.py` names them, with `_` for spaces.
+    `kind` and `form`: as `experiments/models/separate_causes.py` names them, with `_` for spaces; after a form
+    `_of_kivi` asks for KIVI's error itself.
     """
+    form, alone = form.removesuffix("_of_kivi"), form.endswith("_of_kivi")
     errors = json.loads(CAUSES.read_text(encoding="utf-8"))[model][kind.replace("_", " ")]
     oscar, kivi = (float(errors[f"{form.replace('_', ' ')}: {method}"]) for method in ("oscar", "kivi"))
-    return oscar / kivi
+    return kivi if alone else oscar / kivi
 
 
 @functools.cache

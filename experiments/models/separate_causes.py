@@ -8,7 +8,11 @@ is turned back before attention reads it.
 - `heads of 64`: each head cut into heads of 64 channels;
 - `channels evened`: each RoPE pair of a key over its root mean square, which queries carry (as QK norms may);
 - `queries evened`: each RoPE pair of a key times the root mean square of its queries, which are divided by it;
-- `first token kept`: the attention sink in full precision.
+- `first token kept`: the attention sink in full precision;
+- `norm weights undone`: each RoPE pair of a key over the size of its norm's weights, which queries carry;
+- `norm by token undone`: each key times its root mean square before the norm (over the mean of all tokens);
+- `norm undone`: both, so that keys are as they are in front of the QK norm;
+- `tokens evened`: each key over its root mean square, as a QK norm without weights does, where the model has none.
 
 `python experiments/models/separate_causes.py --text wiki.test.jsonl` prints the error of attention outputs (mean over
 layers; those with and without windows apart) of KIVI, OScaR and its steps alone at 2 bits, all at once, over KIVI's,
@@ -21,12 +25,13 @@ import argparse
 import json
 from collections import defaultdict
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from state_statistics import MODELS, REAL, context_of
-from torch import Tensor
+from torch import Tensor, nn
 
 from kvq.config import compose, resolve
 from kvq.diagnostics import attention_errors, reconstruct
@@ -45,7 +50,36 @@ def merged(x: Tensor) -> Tensor:
     return x.transpose(1, 2).flatten(2)[:, None]
 
 
-def forms(layer: LayerStates) -> Iterator[tuple[str, Form, Form, int]]:
+class KeyNorms:
+    """The QK norms of a model by layer: sizes of a key norm's weights, and of the last keys that it was given."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.of: dict[int, tuple[Tensor, Tensor]] = {}
+        for module in model.modules():
+            if (norm := getattr(module, "k_norm", None)) is not None:
+                norm.register_forward_hook(partial(self._observe, int(module.layer_idx)))
+
+    def _observe(self, index: int, norm: nn.Module, given: tuple[Tensor, ...], made: Tensor) -> None:
+        sizes = given[0].float().square().mean(-1, keepdim=True).sqrt()  # [1, kv_heads, tokens, 1]
+        plain = given[0].float() / sizes
+        weights = (made.float() / plain).flatten(0, -2).nanmedian(0).values.unflatten(0, (2, -1))
+        pairs = weights.square().mean(0).sqrt().clamp_min(1e-6)
+        self.of[index] = torch.cat((pairs, pairs)), sizes / sizes.mean()
+
+
+def norm_forms(layer: LayerStates, norms: KeyNorms) -> Iterator[tuple[str, Form]]:
+    """Forms of keys without the norm that the model puts on them, or with one that it lacks."""
+    if layer.index not in norms.of:
+        sizes = layer.key.float().square().mean(-1, keepdim=True).sqrt()
+        yield "tokens evened", (lambda x: x / sizes, lambda x: x * sizes)
+        return
+    weights, tokens = norms.of[layer.index]
+    yield "norm weights undone", (lambda x: x / weights, lambda x: x * weights)
+    yield "norm by token undone", (lambda x: x * tokens, lambda x: x / tokens)
+    yield "norm undone", (lambda x: x / weights * tokens, lambda x: x / tokens * weights)
+
+
+def forms(layer: LayerStates, norms: KeyNorms) -> Iterator[tuple[str, Form, Form, int]]:
     """Names, the forms of keys and of values, and how many first tokens stay exact."""
     heads, dim = layer.key.shape[1], layer.key.shape[3]
 
@@ -75,12 +109,14 @@ def forms(layer: LayerStates) -> Iterator[tuple[str, Form, Form, int]]:
     yield "channels evened", keys_evened, same, 0
     yield "queries evened", queries_evened, same, 0
     yield "first token kept", same, same, 1
+    for name, of_norm in norm_forms(layer, norms):
+        yield name, of_norm, same, 0
 
 
-def errors_of(layer: LayerStates) -> dict[str, float]:
+def errors_of(layer: LayerStates, norms: KeyNorms) -> dict[str, float]:
     """Relative error of attention outputs, by `form: method`."""
     found = {}
-    for form, key_form, value_form, kept in forms(layer):
+    for form, key_form, value_form, kept in forms(layer, norms):
         states = {"key": (layer.key.float(), key_form), "value": (layer.value.float(), value_form)}
         for name in METHODS:
             read = []
@@ -103,13 +139,14 @@ def of_model(model: str, text: str | None, windows: int) -> dict[str, Any]:
     data = f"dataset=wikitext2 dataset.path={text}" if model in REAL else "dataset=pydocs"
     task = f"task=error task.context={context_of(model)} task.windows={windows} method=kivi"
     inputs = Inputs(resolve(compose([f"model={model}", *data.split(), *task.split()])))
+    norms = KeyNorms(inputs.model.model)
     rows: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
 
     def add(layer: LayerStates) -> None:
         kinds = ["all layers"]
         if "sliding_attention" in (getattr(inputs.model.text_config, "layer_types", None) or ()):
             kinds.append("without windows" if layer.attention.window is None else "with windows")
-        for name, error in errors_of(layer).items():
+        for name, error in errors_of(layer, norms).items():
             for kind in kinds:
                 rows[kind][name].append(error)
 

@@ -21,7 +21,7 @@ from kvq.results import Record, Store, run_key
 SIDES = ("key", "value")
 STEPS = ("N", "NS", "NSN")
 STAGES = ("input", "NSN", "NSN+Hadamard")
-_MOST_VECTORS, _FEWEST_VECTORS = 10_000, 8  # of a side: as many as NSNQuant draws of five corpora
+_MOST_VECTORS, _FEWEST_VECTORS = 2_000, 8  # drawn of a corpus and side, as NSNQuant has it; fitted of a side
 _LAYERS = 4  # columns of the scatter; of more layers, that many evenly spread
 _TOKENS = 64  # rows of the images of magnitudes
 _BY_LAYER = (
@@ -128,18 +128,21 @@ def layers_figure(table: pd.DataFrame) -> Figure:
 
 
 def embedding_table(kept: Sequence[pd.DataFrame]) -> pd.DataFrame:
-    """t-SNE of corpora's tokens by side, keys before RoPE (NSNQuant, appendix G.2); on one thread, to repeat."""
+    """t-SNE of all of the corpora's tokens by side, keys before RoPE; of each corpus `_MOST_VECTORS` places are kept.
+
+    On one thread, to repeat. Source: NSNQuant, appendix G.2, which fits all tokens and draws 2,000 of each corpus.
+    """
     from sklearn.manifold import TSNE
     from threadpoolctl import threadpool_limits
 
     out = [pd.DataFrame()]
-    for _, side in pd.concat(kept, ignore_index=True).groupby("side", sort=True):
-        part = side.iloc[:: max(1, len(side) // _MOST_VECTORS)]
+    for _, part in pd.concat(kept, ignore_index=True).groupby("side", sort=True):
         if len(part) >= _FEWEST_VECTORS:
             fit = TSNE(perplexity=min(30, (len(part) - 1) / 3), init="pca", random_state=0)
             with threadpool_limits(limits=1):
                 places = fit.fit_transform(np.array(part["values"].tolist(), dtype=np.float32))
-            out.append(part.assign(x=places[:, 0], y=places[:, 1])[["dataset", "side", "layer", "position", "x", "y"]])
+            part = part.assign(x=places[:, 0], y=places[:, 1])[["dataset", "side", "layer", "position", "x", "y"]]
+            out += [of.iloc[:: -(-len(of) // _MOST_VECTORS)] for _, of in part.groupby("dataset", sort=True)]
     return pd.concat(out, ignore_index=True)
 
 
