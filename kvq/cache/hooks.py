@@ -22,7 +22,6 @@ from kvq.models.layers import window_of
 from kvq.models.load import base_of
 
 _CACHE_NAMES = ("past_key_values", "past_key_value", "layer_past")
-_ENCODER_NAMES = ("encoder_hidden_states", "key_value_states")
 _MASKED = ("eager", "sdpa", "kvq_eager", "kvq_sdpa")
 """Attention implementations that take any mask."""
 
@@ -223,7 +222,7 @@ def _prepare_attention(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any
     if cache is None:
         return None
     arguments = named_arguments(module, args, kwargs)
-    if any(arguments.get(name) is not None for name in _ENCODER_NAMES):
+    if any(arguments.get(name) is not None for name in ("encoder_hidden_states", "key_value_states")):
         return None
     columns = cache.before_attention(module, arguments, arguments["hidden_states"])
     if cache.observes(index := layer_number(module, arguments)):

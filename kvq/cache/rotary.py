@@ -18,7 +18,6 @@ from kvq.codecs.stages import Rope
 from kvq.errors import Unsupported
 from kvq.models.load import base_of, device_of
 
-PROBE_TOKENS = 24
 _TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-6, torch.bfloat16: 2e-2, torch.float16: 2e-3}
 """Largest difference relative to the largest key; RoPE tables have the dtype of the model."""
 _PROBED: weakref.WeakKeyDictionary[nn.Module, list[tuple[Style | None, int]]] = weakref.WeakKeyDictionary()
@@ -154,7 +153,7 @@ def styles_of(model: Any) -> list[tuple[Style | None, int]]:
         calls[layer_number(module, arguments)] = module, arguments
 
     recorder, embedding = KeyRecorder(model.config), model.get_input_embeddings()
-    tokens = torch.arange(1, PROBE_TOKENS + 1, device=device_of(embedding)) % embedding.weight.shape[0]
+    tokens = torch.arange(1, 25, device=device_of(embedding)) % embedding.weight.shape[0]
     with call_before(attentions(base), keep):
         base(input_ids=tokens[None], past_key_values=recorder, use_cache=True)
     out: list[tuple[Style | None, int]] = []

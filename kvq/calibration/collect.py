@@ -35,7 +35,6 @@ TextWindows = Int[Tensor, "samples length"]
 SeeStates = Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor]]
 """Gets the index of a layer and its keys and values, and returns those that take their place."""
 Made = TypeVar("Made")
-TOKENS_STREAM = 0x746F6B65
 Kept = dict[tuple[object, ...], tuple[Made, float]]
 """The last thing that was collected, by what it was collected from, with the seconds that it took."""
 
@@ -199,7 +198,7 @@ def drawn_positions(
     windows: TextWindows, tokens: int | None, seed: int
 ) -> Iterator[tuple[Int[Tensor, " length"], Int[Tensor, " kept"]]]:
     """Each window with the ascending positions of it that count, about `tokens` in all (None: all), drawn by `seed`."""
-    generator = torch.Generator().manual_seed(seed ^ TOKENS_STREAM)
+    generator = torch.Generator().manual_seed(seed ^ 0x746F6B65)
     length = windows.shape[1]
     each = length if tokens is None else min(length, max(1, tokens // len(windows)))
     for window in tqdm(windows, desc="calibration", unit="sample", leave=False, disable=None):

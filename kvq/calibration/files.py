@@ -36,7 +36,6 @@ from kvq.results.record import versions_of_parts
 _LENGTHS = {"32k": 2**15, "1m": 2**20}
 """Sequence lengths for which metrics state the bits of tables, besides the measured length."""
 FOLDER = "calibration"
-_NOT_FITTED = ("sink_tokens", "kept_keys")  # settings of a method that no table depends on
 _FORMAT = "kvq-calibration-2"
 
 
@@ -146,7 +145,7 @@ def file_of(inputs: Inputs) -> Path:
 
     The name includes a hash of the fitting code's statements, so tables of an earlier version are never read.
     """
-    outside_codecs = (*_NOT_FITTED, *inputs.config.method.policies)
+    outside_codecs = ("sink_tokens", "kept_keys", *inputs.config.method.policies)  # no table depends on them
     whole = canonical(inputs.config, inputs.model_fingerprint, "", fingerprint_of(inputs))
     method = {name: item for name, item in whole["method"].items() if name not in outside_codecs}
     # Sinks and kept keys do not change the tables, so methods with equal codecs share them.

@@ -39,7 +39,6 @@ from kvq.models.load import LoadedModel
 from kvq.models.weights import weights_name
 from kvq.results.provenance import PeakMemory
 
-_KEPT_BYTES = 2**30  # of states, that are kept for the next methods of a sweep at most
 _kept: Kept[dict[int, LayerStates]] = {}
 
 
@@ -111,7 +110,7 @@ def calibrate(loaded: LoadedModel, method: Method, windows: TextWindows, setting
         _kept,
         (*text_name(loaded, shown, settings), gradients, queries),
         lambda: collect_states(loaded, shown, settings.tokens, gradients, settings.seed, queries),
-        lambda states: sum(layer.nbytes for layer in states.values()) <= _KEPT_BYTES,
+        lambda states: sum(layer.nbytes for layer in states.values()) <= 2**30,  # for the next methods
     )
     fitted: dict[Place, Tables] = {}
     for (side, index), codec in tqdm(apart.items(), desc="fitting", unit="codec", leave=False, disable=None):

@@ -27,11 +27,6 @@ from kvq.models.inputs import Inputs
 
 WORDS = 13
 """Words of an n-gram, as GPT-3 compares training with test text (arXiv 2005.14165, appendix C)."""
-_MIX = np.uint64(0x9E3779B97F4A7C15)
-_WINDOWS_STREAM = 0x63616C69
-"""Separates the draw of windows from other uses of the same seed."""
-MIXED = "+"
-"""Between the names of the texts of a mixture."""
 _FILES = "text"
 """The data set that a path stands for."""
 
@@ -46,7 +41,7 @@ def ngrams(texts: Iterable[str]) -> UInt64[np.ndarray, " distinct"]:
         words = np.array([hash(word) for word in re.findall(r"\w+", text.lower())], np.int64).view(np.uint64)
         rows = np.zeros(max(0, len(words) - WORDS + 1), np.uint64)
         for start in range(WORDS):  # uint64 wraps around
-            rows = rows * _MIX + words[start : start + len(rows)]
+            rows = rows * np.uint64(0x9E3779B97F4A7C15) + words[start : start + len(rows)]
             rows ^= rows >> np.uint64(29)
         found.append(rows)
     return np.unique(np.concatenate(found))
@@ -76,7 +71,7 @@ def parts_of(config: CalibrationConfig) -> list[CalibrationConfig]:
 
     Samples that are left over are those of the first texts. `path` is that of the part `text`.
     """
-    names = [None] if config.dataset is None else config.dataset.split(MIXED)
+    names = [None] if config.dataset is None else config.dataset.split("+")
     if len(names) == 1:
         return [config]
     given = f"method.calibration.dataset={config.dataset}:"
@@ -138,7 +133,7 @@ def calibration_text(
             f"method.calibration.samples={config.samples}: the text of {config.dataset} has {len(windows)} windows of "
             f"{config.length} tokens"
         )
-    generator = torch.Generator().manual_seed(config.seed ^ _WINDOWS_STREAM)
+    generator = torch.Generator().manual_seed(config.seed ^ 0x63616C69)  # apart from other draws
     return CalibrationText(windows[torch.randperm(len(windows), generator=generator)[: config.samples]])
 
 

@@ -15,7 +15,6 @@ from kvq.codecs.quantizers import Gain, Parts, Passthrough, Quantizer, shared_gr
 from kvq.codecs.stages import Rope, Stage, rope_argument
 from kvq.errors import ConfigError, DataError, Unsupported, did_you_mean, require
 
-_PRODUCTS = (torch.backends.mkldnn.matmul, torch.backends.cuda.matmul)  # type: ignore[attr-defined]
 _FULL = ("none", "ieee")
 Blocks = Float[Tensor, "*lead heads tokens head_dim"]
 States = Float[Tensor, "batch heads tokens head_dim"]
@@ -44,7 +43,7 @@ def isolated(gradients: bool = False) -> Iterator[None]:
         if probe.dtype != torch.float32:
             stack.callback(torch.set_default_dtype, probe.dtype)
             torch.set_default_dtype(torch.float32)
-        for products in _PRODUCTS:
+        for products in (torch.backends.mkldnn.matmul, torch.backends.cuda.matmul):  # type: ignore[attr-defined]
             if (precision := products.fp32_precision) not in _FULL:
                 stack.callback(setattr, products, "fp32_precision", precision)
                 products.fp32_precision = "ieee"

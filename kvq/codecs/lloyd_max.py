@@ -22,7 +22,6 @@ from kvq.errors import Unsupported, at_least, check_seed, require
 MAX_BITS = 8
 _TIE = 2.0**-11  # of the states' machine epsilon: far above the rounding of a rotation, far below that of the states
 _SAMPLES = 100_000  # of a coordinate, as in print
-_SUPPORT = 0.999  # of |T| lies within evenly spaced levels
 Start = Literal["even", "quantile", "kmeans_plus_plus"]
 """Levels to begin with: evenly spaced or equally probable ones, or draws by squared distance."""
 Sketch = Literal["gaussian", "orthogonal"]
@@ -192,7 +191,7 @@ def levels_from(bits: int, dim: int, start: Start, steps: int = 0, seed: int = 5
             distance = np.minimum(distance, (samples - chosen[-1]) ** 2)
         levels = np.sort(chosen)
     elif start == "even":
-        end = quantile(np.array([_SUPPORT]), dim).item()
+        end = quantile(np.array([0.999]), dim).item()  # of |T| lies within evenly spaced levels
         levels = np.linspace(-end, end, count)
     else:
         half = quantile((2 * np.arange(count // 2) + 1) / count, dim)

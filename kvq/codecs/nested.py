@@ -22,8 +22,6 @@ from kvq.errors import ConfigError, Unsupported, at_least, check_seed
 _PROBES, _PROBE_SEED = 256, 2_718_281_829
 Blocks = Float[Tensor, "blocks tokens dim"]
 Factors = tuple[Float[Tensor, "blocks tokens rank"], Float[Tensor, "blocks rank dim"]]
-RANDOMIZED_FROM = 64
-"""Tokens of a block from which on a randomized decomposition is used (KVQuant++)."""
 CORRECTED = "base."
 """Prefix of the parts of the codec that is corrected."""
 Svd = Literal["exact", "randomized"]
@@ -253,7 +251,7 @@ class LowRankCorrection(Calibrated, Quantizer):
 
     def _factors(self, rest: Blocks) -> Factors:
         rank = min(self.rank, *rest.shape[-2:])
-        if self.svd == "exact" or rest.shape[-2] < RANDOMIZED_FROM:
+        if self.svd == "exact" or rest.shape[-2] < 64:  # short (KVQuant++)
             return exact_svd(rest, rank)
         return randomized_svd(rest, rank, self.oversample, self.iterations, self.seed)
 

@@ -37,8 +37,6 @@ Rows = Float[Tensor, "rows components"]
 Strings = UInt8[Tensor, "rows nbytes"]
 FILE = Path(__file__).parent / "trellis.safetensors"
 LEAST_MEMORY, MOST_MEMORY = 6, 12
-_COSTS_AT_ONCE = 2**24
-"""Costs of paths that are in memory together."""
 
 
 @dataclass(frozen=True)
@@ -194,7 +192,7 @@ def _search(
 ) -> UInt8[Tensor, "rows components"]:
     """Viterbi's search in torch: the codes. Costs are `[states, rows]`, so that operations run along memory."""
     states = books.shape[1]
-    rows = max(1, _COSTS_AT_ONCE // (states * max(1, len(widths))))
+    rows = max(1, 2**24 // (states * max(1, len(widths))))  # costs of paths held at once
     if len(x) > rows:
         return torch.cat([_search(piece, widths, weights, books) for piece in x.split(rows)])
     cost = torch.full((states, len(x)), torch.inf, device=x.device)

@@ -22,7 +22,6 @@ from kvq.codecs.quantizers import (
 )
 from kvq.errors import Unsupported, at_least, require
 
-_INT16_MAX = 32767
 _FP16_TINY = 2.0**-24  # the smallest positive number
 Rounding = Literal["even", "up", "down", "away", "truncate"]
 """The whole number that a value becomes.
@@ -60,7 +59,7 @@ def scale_for_integer_zero(scale: Tensor, low: Tensor) -> Tensor:
 
     Their scale becomes a power of two, which fp16 stores exactly; a large zero point would multiply a rounding error.
     """
-    least = low.abs() / _INT16_MAX
+    least = low.abs() / 32767
     return torch.where(scale < least, torch.exp2(torch.log2(least).ceil()), scale).clamp_min(_FP16_TINY)
 
 

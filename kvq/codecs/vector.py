@@ -20,8 +20,6 @@ from kvq.errors import DataError, Unsupported, check_choice
 
 DIM = 8
 SIZE = 256
-E8P_SCALE = 1.03
-"""Lattice points per unit of N(0, 1)'s standard deviation; near the least mean squared error."""
 CODEBOOKS: dict[str, tuple[int, ...]] = {"finetuned": (1, 2), "finetuned_fp16": (1, 2), "kmeans": (1, 2), "e8p": (2,)}
 """Codebook -> the bits it has."""
 FILE = Path(__file__).parent / "gaussian8.safetensors"
@@ -108,7 +106,7 @@ class E8PCodebook(Codebook):
     Byte 0 is the pattern, byte 1 holds the signs of channels 0-6 in bits 0-6 and the shift in bit 7 (1 = minus).
     """
 
-    def __init__(self, patterns: Float[Tensor, "256 8"], scale: float = E8P_SCALE) -> None:
+    def __init__(self, patterns: Float[Tensor, "256 8"], scale: float = 1.03) -> None:
         self.patterns, self.scale = patterns, scale
         self._odd = patterns.sum(-1).long() % 2 == 1
         self._bias = patterns.square().sum(-1) / -2

@@ -262,7 +262,6 @@ class DatasetConfig:
     data_files: Any = None
     split: str | None = None
     text_field: str = "text"
-    separator: str = "\n\n"
     rows: Count | None = None
     documents: Count | None = None
     seed: Seed = 0

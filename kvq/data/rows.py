@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     from kvq.config import DatasetConfig
 
 KINDS = ("pydocs", "pysource")
-SPLITS = ("train", "test", "calibration")
 PACKAGES = ("matplotlib", "networkx", "numpy", "pandas", "scipy", "sklearn", "sympy")
 TEST_FRACTION = 0.05
 CALIBRATION_FRACTION = 0.05
@@ -69,7 +68,7 @@ class Corpus:
 def load_corpus(kind: str, split: str) -> Corpus:
     """The corpus of a kind and split: held-out modules (test), as many others, or all others (tens of seconds)."""
     check_choice("dataset.name", kind, KINDS)
-    check_choice("dataset.split", split, SPLITS)
+    check_choice("dataset.split", split, ("train", "test", "calibration"))
     texts = _drop_copies(_read_texts(kind, split), set()) if split == "test" else _train_documents(kind, split)
     documents = tuple(texts)
     return Corpus(documents, text_fingerprint(documents))
@@ -340,10 +339,9 @@ def _check_field(names: list[str], field: str, where: str) -> None:
 
 
 def read_joined_text(config: DatasetConfig) -> str:
-    """Documents of an embedded corpus in the order of their hashes, or all rows, joined by `separator`."""
+    """Documents of an embedded corpus in the order of their hashes, or all rows, joined by empty lines."""
     if str(config.loader) == "embedded":
         documents = load_corpus(config.name, config.split or "test").documents
         # An order that mixes their packages, so that a stream cut short is a sample of them all.
-        mixed = sorted(documents, key=lambda text: hashlib.sha256(text.encode()).digest())
-        return config.separator.join(mixed)
-    return config.separator.join(read_rows(config))
+        return "\n\n".join(sorted(documents, key=lambda text: hashlib.sha256(text.encode()).digest()))
+    return "\n\n".join(read_rows(config))

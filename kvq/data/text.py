@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 
 
 # Added to the seed of the generator of random documents, so that no other use of the same seed draws the same numbers.
-_DOCUMENTS_STREAM = 0x646F6373
 _MESSAGE = "MESSAGE-OF-THE-USER"
 Encode = Callable[[str], list[int]]
 _WORDS = yaml.safe_load(Path(__file__).with_name("words.yaml").read_text(encoding="utf-8"))
@@ -165,7 +164,7 @@ def _draw_crops(
     rows: tuple[str, ...], tokenizer: Any, room: int, bos: int | None, seed: int
 ) -> Iterator[Int[Tensor, " tokens"]]:
     """Yield `room` token ids from a random place of each row that has as many, rows in random order."""
-    rng = np.random.default_rng([_DOCUMENTS_STREAM, seed])
+    rng = np.random.default_rng([0x646F6373, seed])
     for index in rng.permutation(len(rows)).tolist():
         text = rows[index]
         # A token stands for at least one byte, but for the few that the tokenizer adds.

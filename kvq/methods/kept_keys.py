@@ -21,7 +21,6 @@ from kvq.errors import ConfigError, Unsupported
 from kvq.kernels import PackedStates
 from kvq.methods.policies import CHOOSES_TOKENS, Policy
 
-_POSITION_BYTES = 4  # of a kept token: int32
 Chosen = Bool[Tensor, "batch tokens"]
 
 
@@ -196,7 +195,7 @@ class KeptRows(CacheSide):
     def packed_bytes(self) -> int:
         if self._rows is None or self._at is None:
             return super().packed_bytes
-        return super().packed_bytes + self._rows.view.nbytes + self._at.shape[1] * _POSITION_BYTES
+        return super().packed_bytes + self._rows.view.nbytes + self._at.shape[1] * 4  # of a kept token: int32
 
     def append_then_steps(self, states: States, head: int) -> tuple[States, States | None]:
         self._check_all_noted(states)

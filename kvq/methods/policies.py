@@ -56,7 +56,6 @@ NEEDED: Final[Mapping[Capability, str]] = {
 CHOOSES_TOKENS: Final[Capabilities] = frozenset({"codecs_alone", "own_tokens", "packed_attention"})
 """Excluded by each policy that chooses tokens by their content."""
 _MARK = "kvq_rotated"  # attribute of a text configuration while the weights rotate values
-_OUTPUTS = ("o_proj", "out_proj")  # names of an attention's projection of its output
 MOST_BITS = 8  # that `GqaCompensation` raises codecs to
 
 
@@ -225,7 +224,7 @@ def merged_rotation(name: str, codec: Codec | None) -> tuple[Codec, MergedRotati
 
 def _projections(attention: nn.Module) -> tuple[nn.Linear, nn.Linear] | None:
     """The projections of values and of the output of an attention, where both are linear layers of plain weights."""
-    projections = [getattr(attention, name, None) for name in ("v_proj", *_OUTPUTS)]
+    projections = [getattr(attention, name, None) for name in ("v_proj", "o_proj", "out_proj")]
     plain = [part for part in projections if isinstance(part, nn.Linear) and part.weight.is_floating_point()]
     return (plain[0], plain[1]) if len(plain) == 2 and plain[0] is projections[0] else None
 

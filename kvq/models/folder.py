@@ -21,7 +21,6 @@ from kvq.errors import ConfigError, DataError, did_you_mean, one_line
 
 # Weights, configuration, tokenizer and chat templates, in every format that transformers loads.
 _KINDS = {".safetensors", ".bin", ".json", ".model", ".txt", ".jinja", ".tiktoken"}
-_NOT_READ = "card.json"
 _TEMPLATES = "additional_chat_templates"
 DELTA_SETTINGS = "delta.json"
 _WHOLE_OR_DELTA = ("config.json", DELTA_SETTINGS)
@@ -36,7 +35,7 @@ def files_read(folder: Path, path: str, trust_remote_code: bool = False) -> dict
     kinds = _KINDS | ({".py"} if trust_remote_code else set())
     try:
         found = {
-            file.name: file for file in sorted(folder.iterdir()) if file.suffix in kinds and file.name != _NOT_READ
+            file.name: file for file in sorted(folder.iterdir()) if file.suffix in kinds and file.name != "card.json"
         }
         further = {f"{_TEMPLATES}/{file.name}": file for file in sorted((folder / _TEMPLATES).glob("*.jinja"))}
     except OSError as error:

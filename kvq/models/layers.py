@@ -9,7 +9,6 @@ from typing import Any
 from kvq.errors import Unsupported
 
 _ATTENTION = ("full_attention", "sliding_attention", "chunked_attention", "hybrid", "hybrid_sliding")
-_SLIDING = ("sliding_attention", "hybrid_sliding")
 _STATE = ("linear_attention", "conv", "hybrid", "hybrid_sliding")
 _NOTHING = ("mlp", "moe")
 _OUTSIDE = {
@@ -81,7 +80,7 @@ def window_of(config: Any, index: int) -> int | None:
     Without `layer_types`, a `sliding_window` is that of every layer, as transformers has it.
     """
     kinds = getattr(config, "layer_types", None)
-    if kinds is not None and kinds[index] not in _SLIDING:
+    if kinds is not None and kinds[index] not in ("sliding_attention", "hybrid_sliding"):
         return None
     window: int | None = getattr(layer_config(config, index), "sliding_window", None)
     return window

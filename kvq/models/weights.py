@@ -36,15 +36,13 @@ from kvq.models.layers import head_dims_of
 WEIGHTS, DELTA = "model.safetensors", "delta.safetensors"
 """The files of a whole model's weights, and of a delta."""
 _CHANGE = re.compile(r"\.(left|right|columns|row\.\d+)$")
-_SAMPLED = 1024  # entries of each weight that enter its name
-_GROUP = 128  # input channels that share a scale and a zero point
 
 
 def weights_name(model: nn.Module) -> str:
     """Name of the weights of a model in memory: a hash of all shapes and of the first entries of each, in bfloat16."""
     digest = hashlib.sha256()
     for name, weight in model.named_parameters():
-        first = _fetch(model, name, weight).detach().flatten()[:_SAMPLED].to(torch.bfloat16).view(torch.int16).cpu()
+        first = _fetch(model, name, weight).detach().flatten()[:1024].to(torch.bfloat16).view(torch.int16).cpu()
         digest.update(f"{name} {list(weight.shape)}".encode() + first.numpy().tobytes())
     return digest.hexdigest()
 
@@ -92,7 +90,7 @@ def round_to_nearest(weight: Float[Tensor, "out in"], bits: int) -> Float[Tensor
     Source: the round-to-nearest baseline of GPTQ (arXiv 2210.17323), section 5, at the group size of AWQ's checkpoints.
     """
     groups = []
-    for group in weight.float().split(_GROUP, dim=1):
+    for group in weight.float().split(128, dim=1):  # input channels that share a scale and a zero point
         low, high = group.amin(1, keepdim=True), group.amax(1, keepdim=True)
         step = ((high - low) / (2**bits - 1)).clamp(min=torch.finfo(torch.float32).tiny)
         groups.append(((group - low) / step).round() * step + low)

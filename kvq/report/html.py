@@ -39,19 +39,12 @@ from kvq.results.metrics import METRICS, Metric, metric_of
 from kvq.results.noise import FRONTIER_RULE, NOISE_RULE
 
 _SCRIPTS = ("core.js", "facets.js", "runs.js", "plot.js", "detail.js", "main.js")
-FIGURE_BYTES = 6 * 2**20
-"""Most bytes of all figures on the page, those of the main model first; further figures are only named."""
-_MOST_TEXTS = 20
-"""Tables whose texts the page shows."""
-_MOST_COLUMNS = 8
 _OF_A_RUN = ("started", "wall_seconds", "peak_memory_bytes")
 _APART = {"key", "metrics", "config", "provenance"}
 """Fields of a record that the page has of a run itself, or part by part."""
 SIZES = [metric.name for metric in METRICS.values() if metric.role == "size"]
 QUALITY = [metric.name for metric in METRICS.values() if metric.role == "quality"]
-_ARXIV = re.compile(r"\d{4}\.\d{4,5}\Z")
 # Inside a script element these could end it or begin another; in JSON their escapes mean the same.
-_MARKUP = {ord("<"): "\\u003c", ord(">"): "\\u003e", ord("&"): "\\u0026"}
 
 
 class EmbeddedFigure(NamedTuple):
@@ -81,7 +74,7 @@ def write_report(store: Store, out: Path) -> Path:
     return out
 
 
-def embed_figures(paths: Sequence[Path], room: int = FIGURE_BYTES) -> list[EmbeddedFigure]:
+def embed_figures(paths: Sequence[Path], room: int = 6 * 2**20) -> list[EmbeddedFigure]:
     """Read PNG files as figures of the page, their bytes in its text until `room` bytes are used; others are left."""
     found = []
     for path in paths:
@@ -119,7 +112,7 @@ def render(tables: Tables, figures: Sequence[EmbeddedFigure] = (), warnings: Seq
         script=Markup(script),
         data=script_json(payload(tables, main)),
         tables=tables.tables,
-        texts=[table for table in tables.tables if table.texts is not None][:_MOST_TEXTS],
+        texts=[table for table in tables.tables if table.texts is not None][:20],
         largest=max(tables.tables, key=lambda table: (is_of_main(table), len(table.rows))),
         summary=count_records(records, sum(row.stale for row in rows), len(tables.broken)),
         dates=days_of(records),
@@ -185,7 +178,7 @@ def count_records(records: Sequence[Record], stale: int, broken: int) -> list[tu
 def script_json(value: Any) -> Markup:
     """`value` as JSON that is safe between `<script type="application/json">` and its end, in ASCII."""
     text = json.dumps(value, ensure_ascii=True, allow_nan=False, separators=(",", ":"))
-    return Markup(text.translate(_MARKUP))
+    return Markup(text.translate({ord("<"): "\\u003c", ord(">"): "\\u003e", ord("&"): "\\u0026"}))
 
 
 def shown(text: str, longest: int = 300) -> str:
@@ -250,7 +243,7 @@ def _methods_of(records: Sequence[Record]) -> dict[str, Any]:
     for name in sorted(counts, key=lambda name: (-counts[name], name)):
         settings = {**presets.get(name.partition("/")[0], {}), **presets.get(name, {})}
         number = settings.get("arxiv")
-        arxiv = number if isinstance(number, str) and _ARXIV.match(number) else None
+        arxiv = number if isinstance(number, str) and re.fullmatch(r"\d{4}\.\d{4,5}", number) else None
         found[shown(name)] = {
             "label": shown(str(settings.get("label") or name)),
             "colour": colour_of(name),
@@ -305,7 +298,7 @@ def _columns_of(records: Iterable[Record]) -> list[str]:
     names = list(dict.fromkeys(name for record in records for name in record.metrics))
     quality = [name for name in QUALITY if name in names]
     rest = [name for name in names if name not in SIZES and not name.endswith("_se")]
-    return (quality or rest)[:_MOST_COLUMNS]
+    return (quality or rest)[:8]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -22,7 +22,6 @@ TEMPORARY = ".tmp"
 RECORD, SAMPLES, PACK = ".json", ".samples.jsonl", "samples.zip"
 DIGITS = 8
 """Digits of a run's key that end the name of its record's file."""
-_LONGEST = 80
 _EMPTY = b"PK\x05\x06" + bytes(18)  # a zip file without members
 
 
@@ -60,7 +59,7 @@ def record_path_of(record: Record) -> Path:
 
 def safe_name(text: str) -> str:
     """`text` as one part of a path on every file system: other than letters, digits and `+._-` become `_`."""
-    return re.sub(r"[^A-Za-z0-9+._-]", "_", text).strip(".")[:_LONGEST] or "_"
+    return re.sub(r"[^A-Za-z0-9+._-]", "_", text).strip(".")[:80] or "_"
 
 
 def list_records(root: Path) -> list[str]:

@@ -17,7 +17,6 @@ from pydantic import TypeAdapter
 
 from kvq.errors import RecordError
 
-Better = Literal["lower", "higher", ""]
 IN_FLIGHT = {"1K": 2**10, "8K": 2**13, "32K": 2**15, "128K": 2**17, "1M": 2**20}
 """Tokens in flight, those of all sequences together, at which tables are counted with what tokens store."""
 SMALL = 0.01
@@ -44,7 +43,7 @@ class Metric(NamedTuple):
     digits: int = 3
     scale: float = 1.0
     signed: bool = False
-    better: Better = ""
+    better: Literal["lower", "higher", ""] = ""
     role: Literal["size", "quality", ""] = ""
 
 

@@ -44,7 +44,6 @@ RESAMPLES = 9999
 """Number of random sign patterns, used where there are more patterns than this."""
 # Differences are rounded to multiples of the largest one over this, so that equal sums are exactly equal.
 _WIDTH = 2**40
-_FLIPPED_VALUES = 2**20  # held at once
 _NUISANCE = 256  # grid points for the rate of gains, before the search around the worst one
 _BETS = 20
 _ALL_IN = 0.25
@@ -204,7 +203,7 @@ def sign_flip(differences: Items) -> float:
         permutation_type="samples",
         vectorized=True,
         n_resamples=RESAMPLES,
-        batch=max(1, _FLIPPED_VALUES // len(whole)),
+        batch=max(1, 2**20 // len(whole)),  # held at once
         rng=np.random.default_rng(0),
     )
     return float(found.pvalue)

@@ -43,8 +43,6 @@ from kvq.errors import RecordError
 
 SCHEMA_VERSION: Final = 2
 # Beyond this an integral float no longer names one integer, so 1e300 stays a float in canonical JSON.
-_EXACT_INTEGERS = 2.0**53
-_AS_THEY_ARE = frozenset({str, int, bool, type(None)})  # most values of a configuration
 Status = Literal["done", "failed", "unsupported"]
 KEY_PATTERN = re.compile(r"[0-9a-f]{64}\Z")
 Versions = dict[str, int | str]
@@ -65,7 +63,7 @@ _LONG_TRELLIS: Final = 8  # bits of a state, above which a trellis is one
 
 def canonical(value: Any, where: str = "config") -> Any:
     """Return `value` as plain JSON data in one form: tuples as lists, integral floats (8.0, -0.0) as integers."""
-    if type(value) in _AS_THEY_ARE:
+    if type(value) in (str, int, bool, type(None)):  # most values of a configuration
         return value
     if isinstance(value, Mapping):
         if any(not isinstance(key, str) for key in value):
@@ -76,7 +74,7 @@ def canonical(value: Any, where: str = "config") -> Any:
     if isinstance(value, float):
         if not math.isfinite(value):
             raise RecordError(f"{where} is {value}; it must be finite")
-        return int(value) if value.is_integer() and abs(value) <= _EXACT_INTEGERS else float(value)
+        return int(value) if value.is_integer() and abs(value) <= 2.0**53 else float(value)  # exact
     if isinstance(value, str):  # of a class of its own, as of an enumeration
         return str(value)
     raise RecordError(f"{where} is of type {type(value).__name__}; allowed is plain JSON data")

@@ -30,7 +30,6 @@ States = Float[Tensor, "batch heads tokens dim"]
 BINS, LOW, HIGH = 100, -5.0, 5.0
 """Of Table 1: width 0.1."""
 STEPS = ("N", "NS", "NSN")
-ORACLE_DRAWS = 1000
 
 
 def nsn(x: States, step: str, chunk: int | None = 64) -> States:
@@ -229,7 +228,7 @@ def measure(inputs: Inputs, method: Method, baseline: Baseline | None, journal: 
         for bits in CODEBOOKS[name]:
             line = synthetic_cosine(task.context, inputs.head_dims[0], bits, name)
             rows.append({"kind": "synthetic", "codebook": name, "bits": bits, "cosine": line})
-    metrics = {"kl_oracle": oracle(ORACLE_DRAWS, task.context), "windows": float(windows)}
+    metrics = {"kl_oracle": oracle(1000, task.context), "windows": float(windows)}
     for side in ("key", "value"):
         for step, rotated in itertools.product(STEPS, (True, False)):
             name = f"kl_{side}_{step}{'_hadamard' if rotated else ''}"

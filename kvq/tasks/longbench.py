@@ -41,8 +41,6 @@ NO_TEMPLATE = frozenset({"trec", "triviaqa", "samsum", "lsht", "lcc", "repobench
 """Subsets in the form for base models, which never get a chat template."""
 FIRST_LINE = frozenset({"trec", "triviaqa", "samsum", "lsht"})
 """Subsets of whose answers only the first line is scored, after leading newlines are removed."""
-_BLANK_LINE = frozenset({"triviaqa", "samsum"})  # between the examples and the question
-_ENDINGS = {"lcc": "\n", "repobench-p": "\n", "passage_count": " ", "passage_retrieval_en": " "}
 BUCKETS = (("0-4k", 4000), ("4-8k", 8000), ("8k+", None))
 """LongBench-E's buckets by words of the context."""
 
@@ -116,9 +114,9 @@ def load_subset(name: str) -> Subset:
     except ImportError as error:
         raise ConfigError("task=longbench: needs jieba, fuzzywuzzy and rouge; pip install -e '.[eval]'") from error
     base, prompt = name.removesuffix("_e"), given["doc_to_text"]
-    if base in _BLANK_LINE:
+    if base in ("triviaqa", "samsum"):  # between the examples and the question
         prompt = re.sub(r"\}\}\n+\{\{", "}}\n\n{{", prompt)
-    if ending := _ENDINGS.get(base, ""):
+    if ending := {"lcc": "\n", "repobench-p": "\n", "passage_count": " ", "passage_retrieval_en": " "}.get(base, ""):
         prompt = prompt.rstrip()
     # Of the two metrics that a file lists, the first is a name that all subsets share.
     named = given["metric_list"][-1]["metric"]

@@ -27,12 +27,6 @@ from kvq.tasks.measurement import Baseline, Measurement, Task, decoded
 from kvq.tasks.reader import Reader, answer_text, check_prefill
 
 # Added to the seed of the items' generator, so that no other use of the same seed draws the same numbers.
-_ITEMS_STREAM = 0x6E696168
-_RANDOM_STREAM = 0x72616E64
-OUTCOMES = ("hit", "wrong_needle", "bit_mixing", "other")
-"""What an answer can be."""
-RANDOM_STRINGS = 50
-"""Random strings per item from which the rate of chance mixtures is estimated."""
 SHORTEST_PIECE = 2
 """With pieces of one character, 87% of random digit strings would count as mixtures."""
 
@@ -71,7 +65,7 @@ def make_items(inputs: Inputs) -> list[NiahItem]:
     items = []
     for length, (place, depth) in itertools.product(task.lengths, enumerate(task.depths)):
         for repeat in range(task.repeats):
-            rng = np.random.default_rng([_ITEMS_STREAM, task.seed, length, place, repeat])
+            rng = np.random.default_rng([0x6E696168, task.seed, length, place, repeat])
             room = length - len(start)
             text = draw_piece(streams, room, rng)
             needles = draw_needles(rng, task.planted, task.digits)
@@ -126,8 +120,8 @@ def measure(inputs: Inputs, method: Method, baseline: Baseline | None, journal: 
     if task.mode is NiahMode.distractors:
         more |= _outcomes(scored, baseline)
         flat = [item for batch in items.batches for item in batch]
-        rng = np.random.default_rng([_RANDOM_STREAM, task.seed])
-        rates = [random_rate([needle.value for needle in item.needles], rng, RANDOM_STRINGS) for item in flat]
+        rng = np.random.default_rng([0x72616E64, task.seed])
+        rates = [random_rate([needle.value for needle in item.needles], rng, 50) for item in flat]
         more["bit_mixing_random"] = float(np.mean(rates))
     metrics = found.metrics | more
     return Measurement(metrics, units_of(metrics), found.samples)
@@ -161,7 +155,7 @@ def ask(reader: Reader, inputs: Inputs, batch: Sequence[NiahItem]) -> list[Score
 def _outcomes(samples: Sequence[Sample], baseline: Baseline | None) -> dict[str, float]:
     """Shares of the outcomes, overall, by length and by depth, and whether mixtures became more or fewer."""
     out: dict[str, float] = {}
-    for outcome in OUTCOMES:
+    for outcome in ("hit", "wrong_needle", "bit_mixing", "other"):
         marked: list[dict[str, Any]] = [sample | {"is": sample["outcome"] == outcome} for sample in samples]
         out[outcome] = float(np.mean([sample["is"] for sample in marked]))
         for part in ("length", "depth"):

@@ -40,8 +40,6 @@ FORWARD = 256
 """Tokens per forward of `task=ppl` where a forward may hold several flushes (`forward_bounds`)."""
 LOGIT_CHUNK = 128
 """Positions whose logits are in memory at once under `parallel`."""
-BUDGET_BYTES = 16 * 1024**3
-"""Largest size of the reference log-probabilities; beyond it full precision is computed again with each method."""
 _NEVER = 2**30  # tokens of a residual that never fills
 
 
@@ -223,7 +221,7 @@ def batches(windows: Sequence[Window], size: int) -> list[list[int]]:
 class ReferenceLogProbs:
     """A memory map `[targets, vocab]` of a temporary file, written once; not `kept` beyond `budget` or the disk."""
 
-    def __init__(self, windows: Sequence[Window], vocab: int, dtype: torch.dtype, budget: int = BUDGET_BYTES) -> None:
+    def __init__(self, windows: Sequence[Window], vocab: int, dtype: torch.dtype, budget: int = 2**34) -> None:
         self._starts = [0, *itertools.accumulate(window.targets for window in windows)]
         rows = self._starts[-1]
         size = rows * vocab * dtype.itemsize

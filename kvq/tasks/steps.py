@@ -35,7 +35,6 @@ PREFILL, DECODE = "watched", "watched_decode"
 """Names of the watched prefill and decoding among the subjects of a cell."""
 PLAIN = "without_norms"
 """Name of the method without token norms among the subjects of a cell."""
-NORMS = "norms"
 _WHOLE = "attention"
 Step = Callable[..., AbstractContextManager[None]]
 """Opened around a step, by its names: it keeps the seconds."""
@@ -102,7 +101,7 @@ def watch_codecs(method: Method, step: Step) -> None:
     for side in ("key", "value"):
         if (codec := getattr(method, side)) is not None:
             for name, stage in codec.stages:
-                kinds = [NORMS] if isinstance(stage, TokenNorm) else []
+                kinds = ["norms"] if isinstance(stage, TokenNorm) else []
                 stage.forward = around(stage.forward, f"{side}.{name}", *kinds)
             codec.quantizer.encode = around(codec.quantizer.encode, f"{side}.quantizer")
 

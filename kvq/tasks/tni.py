@@ -25,9 +25,7 @@ from kvq.tasks import measurement
 from kvq.tasks.measurement import Baseline, LayerStates, Measurement, Task
 
 SIDES = ("query", "key", "value")
-_FIRST = 16
 _MOST = 0.9  # of a head's attention, above which it is that of one token (NSNQuant, section 3.1)
-_ROUNDING = 1e-6  # of the largest value
 _UNITS = {
     "largest_*_share": "fraction",
     "heads_of_one_token": "heads",
@@ -43,7 +41,7 @@ _UNITS = {
 def positions_of(tokens: int, count: int) -> list[int]:
     """The first 16 positions, and others up to the last, evenly spread on a logarithmic scale."""
     spread = torch.logspace(0, torch.tensor(float(tokens)).log10().item(), count).long() - 1
-    return sorted({*range(min(_FIRST, tokens)), *(int(p) for p in spread if p < tokens), tokens - 1})
+    return sorted({*range(min(16, tokens)), *(int(p) for p in spread if p < tokens), tokens - 1})
 
 
 class NormStatistics:
@@ -244,7 +242,7 @@ def _ranks(values: Sequence[float]) -> Float[np.ndarray, " values"]:
     given = np.array(values)
     order = given.argsort(kind="stable")
     ranks = np.empty(len(given))
-    ranks[order] = np.cumsum([0, *(np.diff(given[order]) > _ROUNDING * np.abs(given).max())])
+    ranks[order] = np.cumsum([0, *(np.diff(given[order]) > 1e-6 * np.abs(given).max())])  # of the largest value
     return ranks
 
 

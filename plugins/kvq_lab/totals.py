@@ -1,15 +1,18 @@
-"""The figure of loss against bits in all: what tokens store with the tables of calibrations, by tokens in flight."""
+"""Figures of loss: against bits in all, of what tokens store with the tables of calibrations, and on real models."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pandas as pd
+from matplotlib.ticker import LogLocator
 
 from kvq.config.explain import COMPOSE_ERRORS, composed
 from kvq.models.inputs import CacheShape, LayerKind, cache_shape
-from kvq.report.figures.drawing import dress, legend_below, lines_of, panels, register_figure
+from kvq.report.figures.drawing import dress, legend_below, lines_of, multiples, panels, register_figure
+from kvq.report.figures.over_models import SCORINGS, stand_in_table
 from kvq.report.labels import keeps_first, label, method_departures
 from kvq.results import Record, Store
 from kvq.results.metrics import IN_FLIGHT, metric_of, total_bits
@@ -24,6 +27,7 @@ _DRAWN = (
     "rtn kivi nsn oscar nsnquant turboquant waterfill waterfill_kv waterfill/kv_small kvtc nova_kv cq/4c9b cq/8c10b"
 )
 _MOST = 8.0  # bits that are drawn
+_NAMED = 4  # methods that a panel of `stand-ins` names: those whose ranks differ most
 
 
 def totals_table(records: Sequence[Record], store: Store) -> pd.DataFrame:
@@ -82,4 +86,42 @@ def totals_figure(table: pd.DataFrame) -> Figure:
     axes[0][0].set_yscale("log")
     axes[0][0].set_xlim(0, _MOST)
     legend_below(made, axes[0][0], 3)
+    return made
+
+
+@register_figure(
+    "stand-ins",
+    "Losses on real models and on others: one mark per method and bits",
+    lambda records, _: stand_in_table(records),
+    of="records",
+)
+def stand_in_figure(table: pd.DataFrame) -> Figure:
+    """Loss on a real model over loss on others, a row for each real model and scoring; the farthest are named."""
+    looks = lines_of(table["method"])
+    # Losses below this are noise, and a logarithm has no place for gains.
+    drawn = table.assign(row=table["model"] + " " + table["scoring"])
+    drawn = drawn.assign(**table[["loss_stand_in", "loss"]].clip(lower=1e-3))
+    pairs = itertools.product(sorted(set(table["model"])), SCORINGS.items())
+    rows = {f"{model} {name}": f"{model},\n{words}" for model, (name, words) in pairs}
+    rows = {row: words for row, words in rows.items() if row in set(drawn["row"])}
+    columns = ("model_stand_in", dict.fromkeys(table["model_stand_in"], ""))
+    height = 0.6 + 1.9 * len(rows)
+    made, _, parts = multiples(height, drawn, ("row", rows), columns, sharex=True, sharey=True)
+    for axis, row, _, part in parts:
+        named_ones = set(part["ranks"].abs().nlargest(_NAMED).index)
+        for index, method, *place in part[["method", "loss_stand_in", "loss"]].itertuples():
+            axis.plot(*place, looks[method].marker, color=looks[method].color, alpha=0.8)
+            if index in named_ones:
+                aside: Any = {"xytext": (-3, 2), "ha": "right"} if place[0] > 0.03 else {"xytext": (3, 2)}
+                note = axis.annotate(method, place, textcoords="offset points", fontsize=5, **aside)
+                note.set_in_layout(False)
+        axis.set(xscale="log", yscale="log")
+        axis.xaxis.set_major_locator(LogLocator(numticks=6))
+        axis.grid(linewidth=0.3)
+        if len(part):
+            first = part.iloc[0]
+            said = f"ρ {first['rho']:.2f} [{first['low']:.2f}, {first['high']:.2f}], n = {first['methods']}"
+            above = f"{first['model_stand_in']}\n" if row == next(iter(rows)) else ""
+            axis.set_title(above + said, fontsize=6)
+    made.supxlabel("ΔNLL on the other model (nats/token)", fontsize=8)
     return made

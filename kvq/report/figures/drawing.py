@@ -51,7 +51,6 @@ Numbers = pd.DataFrame | Mapping[tuple[str, str], pd.DataFrame]
 KINDS: list[Kind] = []
 """Every kind in the order of the index: that in which its module was imported."""
 GREY = "#999999"
-_CHARACTERS_PER_INCH = 16  # of a title, on average
 
 
 def style() -> AbstractContextManager[None]:
@@ -236,7 +235,7 @@ def titled(draw: Draw) -> Draw:
         }
         with style():
             found = draw(numbers.assign(**texts))
-            across = int(_CHARACTERS_PER_INCH * found.get_figwidth())
+            across = int(16 * found.get_figwidth())  # of a title, on average
             lines = [line for part in title.split("\n") for line in textwrap.wrap(plain_text(part), across)]
             found.suptitle("\n".join(lines), fontsize=8)
         return found

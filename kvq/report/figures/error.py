@@ -38,8 +38,6 @@ _REDUCTIONS = {
 }
 _RANKED = ("key_ranking_error_reduction", "key_held_out_error_reduction")
 _ACROSS = 3
-_WIDE = 50
-"""Errors are on a logarithmic axis where the largest is so many times the least."""
 PARTS = ("codes", "scales", "norms", "shift", "other", "residual")
 PAPERS = (("nsn, 3 bits", 5.09), ("OScaR, 2 bits", 5.3))
 """Published compression against 16 bits: nsn's README (2,048 tokens), OScaR's abstract (128K tokens)."""
@@ -122,7 +120,7 @@ def bars(table: pd.DataFrame) -> Figure:
                 mean, least, most = (float(part.loc[method, kind]) for kind in ("mean", "min", "max"))
                 axis.barh(place, mean, 0.7, color=looks[method].color)
                 axis.plot([least, most], [place, place], color="black", linewidth=0.8)
-        if quantity in _ERRORS and part["min"].min() > 0 and part["max"].max() > _WIDE * part["min"].min():
+        if quantity in _ERRORS and part["min"].min() > 0 and part["max"].max() > 50 * part["min"].min():
             axis.set_xscale("log")
         else:
             axis.axvline(0, color=draw.GREY, linewidth=0.6)

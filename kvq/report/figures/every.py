@@ -33,7 +33,6 @@ from kvq.results import Record, Store, run_key
 from kvq.results.presets import PROTOCOL, departures_of
 
 MODULES = (loss, over_models, error, distribution)
-_KNOWN_STATES = ("random_states", "model_states")
 WORDS: dict[str, Callable[[Record], object]] = {
     "run": named,
     "where": lambda record: (
@@ -123,7 +122,7 @@ def _fill_words(kind: Kind, record: Record) -> dict[str, object]:
 def _hash_protocol(record: Record) -> str:
     """A hash of the settings that the runs of a figure share; known states are named by their fingerprint."""
     parts = {name: record.config.get(name) for name in PROTOCOL}
-    if record.task in _KNOWN_STATES:
+    if record.task in ("random_states", "model_states"):
         parts["dataset"] = {**(parts["dataset"] or {}), "fingerprint": record.dataset}
     return run_key(parts)
 

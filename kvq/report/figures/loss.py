@@ -22,7 +22,6 @@ from kvq.results.noise import FRONTIER_RULE, NOISE_RULE
 
 # Methods of a figure one column wide; how far apart the first and the last of a width are drawn, in bits.
 _FEW, _ASIDE = 6, 0.3
-_FEWEST_WIDTHS = 3
 _OUTCOMES = ("hit", "wrong_needle", "bit_mixing", "other")
 # Inches: a panel across and up at least, a cell of it up, the names of methods, what stands above and below the panels.
 _ACROSS, _UP, _CELL, _LETTER, _AROUND = 1.15, 0.55, 0.11, 0.062, 1.25
@@ -34,8 +33,6 @@ _GREY, _FRONT = "#b4b8be", "#333333"
 _BITS = (0.5, 1, 1.5, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32)
 _RING: Any = {"markersize": 8, "markerfacecolor": "none", "markeredgewidth": 0.8}
 _FEWEST = 3
-_MOST_BARS = 12
-_MOST_PANELS = 4
 _RATES = 6
 """A method's variants are drawn over measured bits where they have so many different ones, to a tenth of a bit."""
 RULES = f"{FRONTIER_RULE} {NOISE_RULE}"
@@ -57,7 +54,7 @@ def valley_table(records: Sequence[Record], store: Store) -> pd.DataFrame:
     wanted = [record for record in records if record.bits.isdecimal() and "delta_nll" in record.metrics]
     wanted.sort(key=lambda r: (label(r), int(r.bits)))
     steps = {after.key: before for before, after in itertools.pairwise(wanted) if label(before) == label(after)}
-    if len({record.bits for record in wanted}) < _FEWEST_WIDTHS:
+    if len({record.bits for record in wanted}) < 3:
         return pd.DataFrame()
     comparisons = Comparisons(store.samples_of)
     tested = comparisons.compare_pairs([(after, steps[after.key]) for after in wanted if after.key in steps])
@@ -318,7 +315,7 @@ def split_variants(table: Table, _: Store | None = None) -> dict[tuple[str, str]
 @draw.register_figure("variants-{name}", "Variants of {what}: {where}", split_variants, of="table")
 def variants_figure(numbers: pd.DataFrame) -> Figure:
     """Bars of ΔNLL with standard errors, a panel for each width, the best on top."""
-    parts = [(bits, part.head(_MOST_BARS)) for bits, part in numbers.groupby("bits", sort=False)][:_MOST_PANELS]
+    parts = [(bits, part.head(12)) for bits, part in numbers.groupby("bits", sort=False)][:4]
     heights = [len(part) for _, part in parts]
     ratios, whole = [height + 1 for height in heights], 0.9 + sum(0.25 + 0.16 * height for height in heights)
     made, axes = draw.panels(2, whole, len(parts), 1, squeeze=False, height_ratios=ratios)

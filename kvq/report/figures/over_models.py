@@ -1,8 +1,7 @@
-"""Token norms of `task=tni` and `task=modality`; what quantizing costs over models, against norms and a real model."""
+"""Token norms of `task=tni` and `task=modality`; what quantizing costs over models, against norms."""
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,7 +9,6 @@ import numpy as np
 import pandas as pd
 import scipy.stats
 from matplotlib.figure import Figure
-from matplotlib.ticker import LogLocator
 
 from kvq.config.run import DISTRIBUTION, EMBEDDED
 from kvq.report.figures import drawing as draw
@@ -23,21 +21,13 @@ from kvq.results.statistics import spearman
 
 SIDES = ("query", "key", "value")
 _LAYERS = 4  # columns of the figure by layer; of more layers, that many evenly spread
-_LOW = 0.5  # a token whose median norm is below so much of the others' stands apart in colour
 _BOX = ("least", "lower", "median", "upper", "largest")
 _SERIES = (("text", 0), ("image", 1), ("video", 4), ("audio", 5))
 _COLOURS = {name: draw.colour(index) for name, index in _SERIES} | {"all": draw.GREY}
-_PROTOCOL = ("task", "method", "residual", "seed")
 _DRAWN = {"key_cv_layer0": "keys", "value_cv_layer0": "values"}
-_ARMS = "nsn/arm_"  # of nsn's paper, whose naive arm B fails where values' norms are spread
 _FEWEST = 3
 """Models, without which there is no rank correlation."""
-_SCORINGS = {"generation": "decoding", "parallel": "all at once"}
-_FEWEST_METHODS = 8
-"""Without which a rank correlation of two models says nothing."""
-_NAMED = 4
-"""Methods that a panel names: those whose ranks differ most."""
-_SEED = 0
+SCORINGS = {"generation": "decoding", "parallel": "all at once"}
 _BOOTSTRAP: dict[str, Any] = {"n_resamples": 1000, "method": "percentile"}
 
 
@@ -74,7 +64,7 @@ def layers_figure(table: pd.DataFrame) -> Figure:
         drawn = axis.boxplot(data, widths=0.6, patch_artist=True, boxprops=thin, whiskerprops=thin, **marks)
         usual = float(part["norm"].median())
         for box, line, values in zip(drawn["boxes"], drawn["medians"], data, strict=True):
-            low = float(np.median(values)) < _LOW * usual
+            low = float(np.median(values)) < 0.5 * usual  # stands apart in colour
             box.set_facecolor(draw.colour(0) if low else draw.colour(7))
             if low:  # its box is too thin for its colour to be seen
                 box.set(edgecolor=draw.colour(0), linewidth=2)
@@ -139,7 +129,7 @@ def dispersion_table(records: Sequence[Record]) -> pd.DataFrame:
     return pd.DataFrame(lines)
 
 
-def _hash_protocol(record: Record, names: Sequence[str] = _PROTOCOL) -> str:
+def _hash_protocol(record: Record, names: Sequence[str] = ("task", "method", "residual", "seed")) -> str:
     """A hash of how a run was measured. How a model's windows begin is left out where it is as it was trained."""
     parts = {name: record.config.get(name) for name in names}
     parts["task"] = {name: value for name, value in (parts["task"] or {}).items() if name != "bos"}
@@ -168,7 +158,7 @@ def split_scatters(table: pd.DataFrame) -> dict[tuple[str, str], pd.DataFrame]:
     scattered: dict[tuple[str, str], pd.DataFrame] = {}
     if table.empty:
         return scattered
-    wanted = table[table["method"].isin(list(FIRST)) | table["method"].str.startswith(_ARMS)]
+    wanted = table[table["method"].isin(list(FIRST)) | table["method"].str.startswith("nsn/arm_")]  # naive arm B fails
     for (small, bits, measured), runs in wanted.groupby(["stand_in", "bits", "measured"], sort=True):
         parts = [_points_of(part, str(method)) for method, part in runs.groupby("method", sort=True)]
         found = [part for part in parts if len(part) >= _FEWEST]
@@ -256,7 +246,7 @@ def losses_of(records: Sequence[Record]) -> pd.DataFrame:
 def rank_correlations(joined: pd.DataFrame) -> pd.DataFrame:
     """The pairs of models and scorings that have enough methods, with their rank correlations."""
     groups = joined.groupby(["model", "scoring", "model_stand_in"], sort=True)
-    parts = [_correlate(part) for _, part in groups if len(part) >= _FEWEST_METHODS]
+    parts = [_correlate(part) for _, part in groups if len(part) >= 8]  # fewer say nothing
     return pd.concat(parts, ignore_index=True) if parts else joined.iloc[:0]
 
 
@@ -264,7 +254,7 @@ def _loss_line(record: Record) -> dict[str, Any] | None:
     """A record as a line of `losses_of`; None where it is no run of perplexity on a model that runs anywhere."""
     task, path = record.config.get("task") or {}, model_path(record.model)
     ours = record.task == "ppl" and record.status == "done" and "delta_nll" in record.metrics
-    if not ours or task.get("scoring") not in _SCORINGS or not path.startswith((EMBEDDED, DISTRIBUTION)):
+    if not ours or task.get("scoring") not in SCORINGS or not path.startswith((EMBEDDED, DISTRIBUTION)):
         return None
     protocol = f"{record.dataset} {[task.get(name) for name in ('windows', 'context', 'stride', 'max_windows')]}"
     about = {"model": record.model, "real": path.startswith(DISTRIBUTION), "scoring": task["scoring"]}
@@ -278,7 +268,7 @@ def _correlate(pairs: pd.DataFrame) -> pd.DataFrame:
         return float(scipy.stats.spearmanr(x, y).statistic)
 
     first, second = pairs["loss"].to_numpy(), pairs["loss_stand_in"].to_numpy()
-    rng = np.random.default_rng(_SEED)
+    rng = np.random.default_rng(0)
     found = scipy.stats.bootstrap((first, second), rho, paired=True, vectorized=False, **_BOOTSTRAP, rng=rng)
     ranks = scipy.stats.rankdata(second) - scipy.stats.rankdata(first)
     interval = found.confidence_interval
@@ -286,41 +276,3 @@ def _correlate(pairs: pd.DataFrame) -> pd.DataFrame:
     return pairs[["scoring", "model", "model_stand_in", "method", "loss", "loss_stand_in"]].assign(
         ranks=ranks, **columns
     )
-
-
-@draw.register_figure(
-    "stand-ins",
-    "Losses on real models and on others: one mark per method and bits",
-    lambda records, _: stand_in_table(records),
-    of="records",
-)
-def stand_in_figure(table: pd.DataFrame) -> Figure:
-    """Loss on a real model over loss on others, a row for each real model and scoring; the farthest are named."""
-    looks = draw.lines_of(table["method"])
-    # Losses below this are noise, and a logarithm has no place for gains.
-    drawn = table.assign(row=table["model"] + " " + table["scoring"])
-    drawn = drawn.assign(**table[["loss_stand_in", "loss"]].clip(lower=1e-3))
-    pairs = itertools.product(sorted(set(table["model"])), _SCORINGS.items())
-    rows = {f"{model} {name}": f"{model},\n{words}" for model, (name, words) in pairs}
-    rows = {row: words for row, words in rows.items() if row in set(drawn["row"])}
-    columns = ("model_stand_in", dict.fromkeys(table["model_stand_in"], ""))
-    height = 0.6 + 1.9 * len(rows)
-    made, _, parts = draw.multiples(height, drawn, ("row", rows), columns, sharex=True, sharey=True)
-    for axis, row, _, part in parts:
-        named_ones = set(part["ranks"].abs().nlargest(_NAMED).index)
-        for index, method, *place in part[["method", "loss_stand_in", "loss"]].itertuples():
-            axis.plot(*place, looks[method].marker, color=looks[method].color, alpha=0.8)
-            if index in named_ones:
-                aside: Any = {"xytext": (-3, 2), "ha": "right"} if place[0] > 0.03 else {"xytext": (3, 2)}
-                note = axis.annotate(method, place, textcoords="offset points", fontsize=5, **aside)
-                note.set_in_layout(False)
-        axis.set(xscale="log", yscale="log")
-        axis.xaxis.set_major_locator(LogLocator(numticks=6))
-        axis.grid(linewidth=0.3)
-        if len(part):
-            first = part.iloc[0]
-            said = f"ρ {first['rho']:.2f} [{first['low']:.2f}, {first['high']:.2f}], n = {first['methods']}"
-            above = f"{first['model_stand_in']}\n" if row == next(iter(rows)) else ""
-            axis.set_title(above + said, fontsize=6)
-    made.supxlabel("ΔNLL on the other model (nats/token)", fontsize=8)
-    return made

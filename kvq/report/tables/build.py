@@ -31,7 +31,6 @@ _WEIGHTS = {"model.fingerprint": "weights", "dataset.fingerprint": "text"}
 FRAME_METRICS: list[str] = LISTED["frame"]
 """Metrics that have a column; the others are in `kvq.results.Record.metrics`."""
 _SETTINGS = ("scoring", "windows", "context", "stride", "max_windows", "lengths")
-_MACHINE = ("peak_memory_bytes", "device", "cpu", "started")
 
 
 def build_tables(
@@ -247,7 +246,7 @@ def load_results(folder: str | Path = "results") -> pd.DataFrame:
         | {f"task.{name}": row.record.config.get("task", {}).get(name) for name in _SETTINGS}
         | {name: row.record.metrics.get(name) for name in FRAME_METRICS}
         | {"seconds": sum(row.record.provenance.wall_seconds.values())}
-        | {name: getattr(row.record.provenance, name) for name in _MACHINE}
+        | {name: getattr(row.record.provenance, name) for name in ("peak_memory_bytes", "device", "cpu", "started")}
         | {name: getattr(row.record, name) for name in ("key", "baseline_key")}
         for table in build_tables(store).tables
         for row in table.rows

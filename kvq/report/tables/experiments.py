@@ -18,7 +18,6 @@ from kvq.report.tables.readings import Published, Reference, read_metric, read_s
 from kvq.results import Record, is_stale, run_key
 from kvq.results.statistics import ALPHA
 
-_COMPARISONS = ("same_answers", "same_tokens")
 NO_METRIC = "the run has no metric"
 """How the reason of a cell begins that its runs, though done, give no number."""
 
@@ -205,7 +204,7 @@ def _within_noise(record: Record, metric: str) -> bool:
     name, metrics = metric.removeprefix("percent of "), record.metrics
     if record.baseline_key is None or f"{name}_p" in metrics:
         return record.baseline_key is not None and metrics[f"{name}_p"] > ALPHA
-    alone = f"{name}_lost" in metrics or name in _COMPARISONS
+    alone = f"{name}_lost" in metrics or name in ("same_answers", "same_tokens")
     return not alone and is_noise(record, metrics.get("p_value"))
 
 

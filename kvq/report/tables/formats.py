@@ -47,9 +47,7 @@ _UNKNOWN = re.compile(r"[^\x00-\x7fÀ-ÏÑ-ÖØ-Ýß-ïñ-öø-ýÿ]")
 _MARKDOWN = re.compile(r"[\\`*\[\]|~$]|(?<![A-Za-z0-9])_|_(?![A-Za-z0-9])")
 # Columns that a narrow terminal leaves out first (then from the right); how many first columns always stay, and the
 # blanks behind a column.
-_LEFT_OUT = ("p99", "Δppl", "Meas.", "Top-1%", "KL")
 _KEPT, _BETWEEN = 5, 2
-_SHOWN_PROMPT = 160  # characters of a prompt's end
 CSV_METRICS: list[str] = layout.LISTED["csv"]
 MARK = "▶"  # before the first word that differs
 
@@ -259,7 +257,7 @@ def print_table(table: layout.Table, console: Console, notes: Sequence[str] | No
     print_sheet(sheet, console)
     if table.texts is None:
         return
-    end = table.texts.prompt[-_SHOWN_PROMPT:]
+    end = table.texts.prompt[-160:]  # characters of a prompt's end
     console.print(_plain(f"\nPrompt: {'…' if len(end) < len(table.texts.prompt) else ''}{end}", style="dim"))
     for found in table.texts.continuations:
         said = f" ({found.shared})" if found.shared else ""
@@ -295,7 +293,7 @@ def _fit_columns(sheet: layout.Sheet, width: int) -> layout.Sheet:
     """The sheet with the columns that fit a terminal `width` characters wide; the first `_KEPT` always stay."""
     names, places = sheet.short, list(range(len(sheet.short)))
     sizes = [max(map(cell_len, column)) + _BETWEEN for column in zip(names, *sheet.rows, strict=True)]
-    first = [names.index(name) for name in _LEFT_OUT if name in names]
+    first = [names.index(name) for name in ("p99", "Δppl", "Meas.", "Top-1%", "KL") if name in names]
     for place in [*first, *reversed([place for place in places[_KEPT:] if place not in first])]:
         if sum(sizes[kept] for kept in places) <= width:
             break

@@ -285,7 +285,9 @@ def columns_of(table: Table) -> tuple[Column, ...]:
         _column(main, _main),
         _column(f"delta_{main}", _difference)._replace(title="Δ ± SE (points)", short="Δ ± SE"),
         Column("Lost, gained (items)", "-/+", _lost_and_gained),
-        Column("p (Holm)", "p", _p_value),
+        Column(
+            "p (Holm)", "p", lambda row: DASH if (p := row.p_value) is None else "<0.0001" if p < 1e-4 else fixed(p, 4)
+        ),
     )
     return (*COLUMNS[:4], *columns, *known("outcomes"), *_parts(names, main))
 
@@ -308,8 +310,3 @@ def _lost_and_gained(row: Row) -> str:
     """How many items full precision has right and the run has not, and the reverse."""
     lost, gained = row.record.metrics.get("lost"), row.record.metrics.get("gained")
     return DASH if lost is None or gained is None else f"{lost:.0f}, {gained:.0f}"
-
-
-def _p_value(row: Row) -> str:
-    """The p-value of a row's difference from full precision, with four decimals."""
-    return DASH if row.p_value is None else "<0.0001" if row.p_value < 1e-4 else fixed(row.p_value, 4)

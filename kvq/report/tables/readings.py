@@ -18,7 +18,6 @@ from kvq.results import Record
 from kvq.results.statistics import spearman
 
 FILE = "paper_results.csv"
-MAIN_METRICS = ("score", "accuracy", "perplexity")
 _PARTS = "mean over parts of "
 _FOLLOWING: dict[str, Callable[[float], float | None]] = {
     "milliseconds of ": lambda seconds: 1000 * seconds,
@@ -92,7 +91,7 @@ def read_metric(record: Record, metric: str) -> float | None:
         found = fnmatch.filter(metrics, metric.rpartition(" of ")[2])
         metric = metric.replace(metric.rpartition(" of ")[2], found[0]) if len(found) == 1 else metric
     if not metric:
-        return next((metrics[name] for name in MAIN_METRICS if name in metrics), None)
+        return next((metrics[name] for name in ("score", "accuracy", "perplexity") if name in metrics), None)
     if metric in metrics:
         return metrics[metric]
     if (share := metrics.get(metric.removeprefix("items with "))) is not None and "items" in metrics:
@@ -147,12 +146,6 @@ def _by_model(records: Sequence[Record]) -> list[list[Record]]:
     return list(models.values())
 
 
-def _count_models(records: Sequence[Record], _: Known, side: str, bound: str, metric: str) -> float:
-    """How many records, one of each model, have a metric above or below a bound."""
-    sign = 1 if side == "above" else -1
-    return float(sum(sign * value > sign * float(bound) for value in _values(records, metric)))
-
-
 def _mean_reduction(records: Sequence[Record], _: Known, metric: str) -> float:
     """Mean over models of how many percent less a model's first run has of a metric than its second."""
     pairs = [_values(runs, metric) for runs in _by_model(records)]
@@ -189,7 +182,8 @@ def _fisher(records: Sequence[Record], known: Known, metric: str) -> float:
 
 _STATISTICS: tuple[tuple[str, Callable[..., float | None]], ...] = (
     (r"median of (.+)", lambda records, _, metric: statistics.median(_values(records, metric))),
-    (r"models (above|below) ([\d.]+) of (.+)", _count_models),
+    (r"models above ([\d.]+) of (.+)", lambda found, _, x, name: sum(v > float(x) for v in _values(found, name))),
+    (r"models below ([\d.]+) of (.+)", lambda found, _, x, name: sum(v < float(x) for v in _values(found, name))),
     (r"mean reduction in percent of (.+)", _mean_reduction),
     (r"change of (.+)", _mean_change),
     (r"(p of )?spearman of (.+) and (.+)", _spearman),
