@@ -7,25 +7,33 @@ from typing import Any
 
 import numpy as np
 import torch
+import yaml
 from PIL import Image
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 from transformers import (
+    AutoProcessor,
     LlavaConfig,
     LlavaForConditionalGeneration,
     LlavaProcessor,
     PreTrainedTokenizerFast,
     Qwen2VLConfig,
     Qwen2VLForConditionalGeneration,
+    Qwen3OmniMoeConfig,
+    Qwen3OmniMoeForConditionalGeneration,
+    Qwen3OmniMoeProcessor,
     Qwen3VLConfig,
     Qwen3VLForConditionalGeneration,
+    WhisperFeatureExtractor,
 )
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from kvq.models.inputs import MediaModel
 
 FAMILIES = ["qwen2_vl", "qwen3_vl", "llava"]
 VOCABULARY, IMAGE, PATCHES = 80, 70, 16
+_MEDIA = ("image_token", "audio_token", "video_token")
 
 
 def _text(vocabulary: int = VOCABULARY, **other: Any) -> dict[str, Any]:
@@ -88,14 +96,19 @@ def picture(seed: int, size: int = 20) -> Image.Image:
     return Image.fromarray(np.random.default_rng(seed).integers(0, 255, (size, size, 3), dtype=np.uint8))
 
 
-def save_llava(folder: Path, seed: int = 0) -> Path:
-    """A random llava over bytes with its processor, as a local folder that `model.path=` takes."""
+def _byte_tokenizer(special: dict[str, str]) -> PreTrainedTokenizerFast:
     alphabet = {symbol: index for index, symbol in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
     tokenizer = Tokenizer(models.BPE(vocab=alphabet, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, extra_special_tokens={"image_token": "<image>"})
-    fast.add_special_tokens({"additional_special_tokens": ["<image>"]})
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, extra_special_tokens=special)
+    fast.add_special_tokens({"additional_special_tokens": list(special.values())})
+    return fast
+
+
+def save_llava(folder: Path, seed: int = 0) -> Path:
+    """A random llava over bytes with its processor, as a local folder that `model.path=` takes."""
+    fast = _byte_tokenizer({"image_token": "<image>"})
     images = CLIPImageProcessorPil(size={"shortest_edge": 16}, crop_size={"height": 16, "width": 16})
     processor = LlavaProcessor(
         images, fast, patch_size=4, vision_feature_select_strategy="default", num_additional_image_tokens=1
@@ -103,4 +116,29 @@ def save_llava(folder: Path, seed: int = 0) -> Path:
     processor.save_pretrained(folder)
     torch.manual_seed(seed)
     llava(len(fast), fast.convert_tokens_to_ids("<image>")).save_pretrained(folder)
+    return folder
+
+
+class OmniProcessor(Qwen3OmniMoeProcessor):
+    """Qwen3-Omni's processor without its part for videos, which asks for torchvision."""
+
+    def __init__(self, image_processor=None, feature_extractor=None, tokenizer=None, chat_template=None):
+        parts = (image_processor, feature_extractor, tokenizer)
+        super(Qwen3OmniMoeProcessor, self).__init__(*parts, chat_template=chat_template)
+        for name in _MEDIA:
+            setattr(self, name, getattr(tokenizer, name))
+            setattr(self, f"{name}_id", getattr(tokenizer, f"{name}_id"))
+
+
+def save_omni(folder: Path, seed: int = 0) -> Path:
+    """A random Qwen3-Omni that reads text, images and sound (`omni.yaml`), its checkpoint with a part that speaks."""
+    made = yaml.safe_load(Path(__file__).with_name("omni.yaml").read_text("utf-8"))
+    fast = _byte_tokenizer({name: f"<{name}>" for name in (*_MEDIA, "sees", "hears")})
+    images = Qwen2VLImageProcessorPil(patch_size=4, size={"shortest_edge": 32**2, "longest_edge": 32**2})
+    AutoProcessor.register(Qwen3OmniMoeConfig, OmniProcessor, exist_ok=True)
+    OmniProcessor(images, WhisperFeatureExtractor(16), fast, made["template"]).save_pretrained(folder)
+    torch.manual_seed(seed)
+    config = Qwen3OmniMoeConfig(thinker_config=made["thinker"], enable_audio_output=False)
+    model = Qwen3OmniMoeForConditionalGeneration(config)
+    model.save_pretrained(folder, state_dict={**model.state_dict(), "talker.model.norm.weight": torch.ones(4)})
     return folder

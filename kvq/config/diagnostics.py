@@ -145,7 +145,7 @@ class TniConfig(CaptureConfig):
 
 @dataclass
 class ModalityConfig(DiagnosticConfig):
-    """Token norms of text and of images in prompts with an image each, at most `limit` (null: all).
+    """Token norms of text, images and sound in prompts with media, at most `limit` (null: all).
 
     `layers`: so many, evenly spread, whose norms by position are kept for figures, of the first prompt.
     """

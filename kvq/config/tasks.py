@@ -29,8 +29,6 @@ from kvq.config.limits import (
 )
 from kvq.errors import MAX_DIGITS, ConfigError, at_least, check_path
 
-BENCHMARKS = ("ocrbench", "mmau_pro")
-
 Windows = enum.StrEnum("Windows", "sliding disjoint")
 """`sliding`: a window every `stride` tokens, new tokens scored; `disjoint`: no overlap, the remainder dropped."""
 
@@ -242,10 +240,10 @@ class LmEvalConfig(ItemsConfig):
 
 @dataclass
 class MultimodalConfig(ItemsConfig):
-    """Questions about images: at most `limit` items of `benchmark`, one at a time, answers of `max_new_tokens`."""
+    """Questions about images or sound: `limit` items of `benchmark`, one at a time, answers of `max_new_tokens`."""
 
     name: str = "multimodal"
-    benchmark: Annotated[str, among(BENCHMARKS)] = "ocrbench"
+    benchmark: Annotated[str, among(("ocrbench", "mmau_pro"))] = "ocrbench"
     limit: Count | None = None
     max_new_tokens: Count = 100
     batch_size: Count | None = 1

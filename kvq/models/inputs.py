@@ -1,4 +1,4 @@
-"""Inputs of runs: what the runs of a process share, each loaded once, the images of a prompt, and the shape of a cache.
+"""Inputs of runs: what the runs of a process share, each loaded once, the media of a prompt, and the shape of a cache.
 
 Shapes need no weights: they are shipped for the papers' models, else from the configuration. Bytes of states of fixed
 size are those that transformers' layers allocate.
@@ -6,6 +6,7 @@ size are those that transformers' layers allocate.
 
 from __future__ import annotations
 
+import inspect
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field, replace
@@ -322,7 +323,7 @@ def modalities(config: Any, tokens: Int[Tensor, "*lead tokens"]) -> Int[Tensor, 
 
 @dataclass(frozen=True)
 class MediaModel(LoadedModel):
-    """A model with the images of one prompt, which are passed with the first tokens added to an empty cache.
+    """A model with the media of one prompt, which are passed with the first tokens added to an empty cache.
 
     `media`: what the processor made in addition to tokens, such as `pixel_values` and `image_grid_thw`.
     """
@@ -330,7 +331,7 @@ class MediaModel(LoadedModel):
     media: Mapping[str, Tensor] = field(default_factory=dict)
 
     def hidden_states(self, tokens: Int[Tensor, "batch tokens"], cache: Any) -> Float[Tensor, "batch tokens hidden"]:
-        """As `LoadedModel.hidden_states`, with the images where the prompt begins."""
+        """As `LoadedModel.hidden_states`, with the media where the prompt begins."""
         if cache.get_seq_length():
             return super().hidden_states(tokens, cache)
         media = self.media_of(tokens)
@@ -344,7 +345,9 @@ class MediaModel(LoadedModel):
         """What goes with `tokens`, a prompt or one without its last tokens, on the model's device."""
         media = {name: value.to(self.device) for name, value in self.media.items()}
         if "image_grid_thw" in media or "video_grid_thw" in media:  # positions on three axes
-            media["mm_token_type_ids"] = modalities(self.model.config, tokens)
+            known = "mm_token_type_ids" in inspect.signature(type(base_of(self.model)).forward).parameters
+            name = "mm_token_type_ids" if known else "attention_mask"  # omni-modal models ask for a mask of all tokens
+            media[name] = modalities(self.model.config, tokens) if known else torch.ones_like(tokens)
         return {name: value[:, : tokens.shape[1]] if name in _PER_TOKEN else value for name, value in media.items()}
 
     def forget(self) -> None:

@@ -6,7 +6,7 @@ import copy
 import inspect
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
@@ -21,7 +21,7 @@ from tqdm import tqdm
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
-    AutoModelForImageTextToText,
+    AutoModelForMultimodalLM,
     AutoProcessor,
     AutoTokenizer,
     PreTrainedModel,
@@ -37,10 +37,9 @@ from kvq.models.folder import delta_folder, files_read, folder_fingerprint, mode
 from kvq.models.layers import state_layers_of
 from kvq.models.weights import apply_delta, implant_outliers
 
-_SHOWN_WEIGHTS = 4
-# Causal masks [1, 1, positions, positions], their fill value, rotary frequencies: buffers of old checkpoints, which
-# follow from the configuration.
-OLD_BUFFERS = re.compile(r"(^|\.)((attn|attention)\.(masked_)?bias|rotary_emb\.inv_freq)$")
+# Buffers of old checkpoints, which follow from the configuration: causal masks [1, 1, positions, positions], their fill
+# value, rotary frequencies; and what speaks in a model of which only the part that reads is loaded.
+_NOT_READ = re.compile(r"(^|\.)((attn|attention)\.(masked_)?bias|rotary_emb\.inv_freq)$|^(talker|code2wav|token2wav)\.")
 _last_config: tuple[str, Any] = ("", None)
 
 
@@ -147,11 +146,11 @@ def _from_hub(config: ModelConfig, kind: Any, /, **settings: Any) -> Any:
 def _check_whole(config: ModelConfig, found: dict[str, Any]) -> None:
     """Refuse checkpoints with missing, mismatched or unexpected weights, which transformers initializes or ignores."""
     mismatched = [f"{name} ({list(given)}, not {list(wanted)})" for name, given, wanted in found["mismatched_keys"]]
-    unexpected = [name for name in found["unexpected_keys"] if not OLD_BUFFERS.search(name)]
+    unexpected = [name for name in found["unexpected_keys"] if not _NOT_READ.search(name)]
     problems = {"missing": found["missing_keys"], "mismatched": mismatched, "unexpected": unexpected}
     said = []
     for kind, names in problems.items():
-        shown = sorted(names)[:_SHOWN_WEIGHTS]
+        shown = sorted(names)[:4]
         more = f" and {len(names) - len(shown)} more" if len(names) > len(shown) else ""
         if shown:
             said.append(f"{kind} {', '.join(shown)}{more}")
@@ -170,11 +169,12 @@ def load_tokenizer(config: ModelConfig) -> Any:
     return tokenizer
 
 
-def load_processor(config: ModelConfig) -> Any:
-    """What turns images and text into a model's inputs."""
+def load_processor(config: ModelConfig, modalities: Collection[str]) -> Any:
+    """What turns text and media of `modalities` (`image`, `audio`) into a model's inputs."""
     processor = _from_hub(config, AutoProcessor)
-    if getattr(processor, "image_processor", None) is None:
-        raise Unsupported(f"model.path={config.path}: its processor takes no images")
+    for modality, part, media in (("image", "image_processor", "images"), ("audio", "feature_extractor", "recordings")):
+        if modality in modalities and getattr(processor, part, None) is None:
+            raise Unsupported(f"model.path={config.path}: its processor takes no {media}")
     return processor
 
 
@@ -184,10 +184,14 @@ def text_config_of(config: ModelConfig) -> Any:
 
 
 def _config_of(config: ModelConfig) -> Any:
-    """The transformers configuration of `model.path`; that of a GGUF file, which takes seconds, is kept."""
+    """The transformers configuration of `model.path`, of a model that speaks that of the part which reads (`thinker`).
+
+    That of a GGUF file, which takes seconds, is kept.
+    """
     global _last_config
     if config.gguf is None:
-        return _from_hub(config, AutoConfig)
+        whole = _from_hub(config, AutoConfig)
+        return getattr(whole, "thinker_config", whole)
     name = f"{config} {folder_fingerprint(config)}"
     if _last_config[0] != name:
         _last_config = (name, _from_hub(config, AutoConfig))
@@ -216,19 +220,21 @@ def load_model(config: ModelConfig, device: str = "auto") -> LoadedModel:
     """Load `model.path` in `model.dtype`, apply its delta, implant outliers when asked, check what scoring relies on.
 
     With `model.device_map` transformers places the layers itself, within `model.max_memory`. A checkpoint of quantized
-    weights keeps its own dtype. A model of text and images is loaded whole and reads text.
+    weights keeps its own dtype. A model of text and media is loaded whole and reads text.
     """
     where = pick_device(device)
     whole = _config_of(config)
     settings = loading_settings(config, whole, where)
-    if config.gguf is not None:
-        settings["config"] = whole  # else it is read from the file once more
+    if config.gguf is not None or whole.model_type.endswith("_thinker"):
+        settings["config"] = whole  # else the file is read once more, or all of a model that speaks is loaded
     # `_check_whole` says what does not fit, shapes that differ too, in place of transformers' warnings.
     settings |= {"output_loading_info": True, "ignore_mismatched_sizes": True}
+    text_alone, media = modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING, modeling_auto.MODEL_FOR_MULTIMODAL_LM_MAPPING
+    with_media = type(whole) in media and type(whole) not in text_alone
     before = transformers_logging.get_verbosity()
     transformers_logging.set_verbosity_error()
     try:
-        model, found = _from_hub(config, _auto_class(whole), **settings)
+        model, found = _from_hub(config, AutoModelForMultimodalLM if with_media else AutoModelForCausalLM, **settings)
     finally:
         transformers_logging.set_verbosity(before)
     _check_whole(config, found)
@@ -249,13 +255,6 @@ def load_model(config: ModelConfig, device: str = "auto") -> LoadedModel:
         if not torch.allclose(_check_logits(loaded), expected, rtol=1e-2, atol=1e-2, equal_nan=True):
             raise Unsupported(f"model.outliers: the implant changes what {type(model).__name__} computes (its RoPE?)")
     return loaded
-
-
-def _auto_class(config: Any) -> Any:
-    """The `AutoModelFor...` class that loads a model of this configuration, image-text models as a whole."""
-    takes_images = type(config) in modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
-    reads_text_alone = type(config) in modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING
-    return AutoModelForImageTextToText if takes_images and not reads_text_alone else AutoModelForCausalLM
 
 
 @torch.no_grad()

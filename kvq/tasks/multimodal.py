@@ -1,4 +1,4 @@
-"""`task=multimodal`, `task=modality`: models that read images, by their answers and by the norms of their tokens.
+"""`task=multimodal`, `task=modality`: models that see or hear, by their answers and by the norms of their tokens.
 
 Answers are scored by the benchmark's rule. Published claims under test: OScaR (arXiv 2605.19660), section 4.1 and
 Figures 19-21: with images norms vary more than in text-only models; they are smooth within a modality and differ
@@ -8,22 +8,17 @@ between modalities; some tokens have norms far above the others.
 from __future__ import annotations
 
 import hashlib
-import io
 import itertools
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from kvq.config import DatasetConfig
 from kvq.config.diagnostics import ModalityConfig
 from kvq.config.tasks import MultimodalConfig, Prefill
-from kvq.data.rows import load_rows, read_objects
 from kvq.diagnostics import imbalance, over_median, relative_norms, token_norms
 from kvq.errors import ConfigError, DataError, Unsupported
 from kvq.methods.method import Method
@@ -34,87 +29,13 @@ from kvq.results.metrics import units_of
 from kvq.tasks import measurement
 from kvq.tasks.items import Items, Sample, Scored, by_part, measure_items, write_answers
 from kvq.tasks.measurement import Baseline, LayerStates, Measurement, Task
+from kvq.tasks.media import JUDGED, MediaItem, decode_image, decode_recording, read_items, score_answer
 from kvq.tasks.reader import Reader, answer_text
 
-_SPACES = "HME100k"
-"""The source of formulae, which OCRBench compares without spaces."""
-_BESIDE = ("input_ids", "attention_mask")
+_ALWAYS = ("text_tokens", "image_tokens")
 SIDES = ("query", "key", "value")
 ALL = "all"
 _SPREADS = {"cv": "variation", "max_over_min": "max_over_min", "max_over_median": "max_over_median"}
-_QUANTILES = (0.0, 0.25, 0.5, 0.75, 1.0)
-
-
-@dataclass(frozen=True)
-class MediaItem:
-    """A question about one image, whose bytes are `media`; scores are split by `kind`."""
-
-    name: str
-    kind: str
-    source: str
-    question: str
-    answers: tuple[str, ...]
-    media: bytes
-
-
-def ocrbench_score(source: str, answers: Sequence[str], text: str) -> float:
-    """OCRBench (arXiv 2305.07895, `example.py`): 1 if the text contains an answer, both made plain, else 0."""
-
-    def plain(given: str) -> str:
-        if source == _SPACES:
-            return given.strip().replace("\n", " ").replace(" ", "")
-        return given.lower().strip().replace("\n", " ")
-
-    return float(any(plain(answer) in plain(text) for answer in answers))
-
-
-def read_items(dataset: DatasetConfig, limit: int | None = None) -> tuple[list[MediaItem], dict[str, str]]:
-    """The first `limit` items, and the skipped ones: name -> reason."""
-    items, skipped = list[MediaItem](), dict[str, str]()
-    if dataset.path is None:
-        local, split = "a local copy (jsonl, json or parquet)", dataset.split or "test"
-        rows = load_rows(f"dataset={dataset.name}", local, dataset.hub_id, dataset.hub_config, split=split)
-    else:
-        rows = read_objects(Path(dataset.path).expanduser(), "a question, an answer and an image")
-    folder = Path(dataset.path or "").expanduser().parent  # of images; rows of the hub hold them
-    for index, row in enumerate(rows):
-        name = f"{index}" if row.get("id") is None else f"{index}/{row['id']}"  # ids may repeat
-        try:
-            items.append(_item(name, row, folder))
-        except DataError as error:
-            skipped[name] = str(error)
-    return items[:limit], skipped
-
-
-def _item(name: str, row: Mapping[str, Any], folder: Path) -> MediaItem:
-    answers = row.get("answer", row.get("answers"))
-    answers = [answers] if isinstance(answers, str) else list(answers or [])
-    kept = tuple(str(answer) for answer in answers if str(answer).strip())
-    question, kind, source = (str(row.get(field) or "") for field in ("question", "question_type", "dataset"))
-    media = _media(row.get("image"), folder)
-    if not question.strip():
-        raise DataError("empty question")
-    if not kept:
-        raise DataError("no answer")  # an empty one would be found in every text
-    return MediaItem(name, kind or str(row.get("type") or ""), source, question, kept, media)
-
-
-def _media(given: Any, folder: Path) -> bytes:
-    """Bytes of an image, given as bytes, path, hub row or decoded picture (as PNG)."""
-    if isinstance(given, Mapping):
-        given = given.get("bytes") or given.get("path")
-    if isinstance(given, bytes):
-        return given
-    if isinstance(given, str) and given:
-        file = folder / given
-        if not file.is_file():
-            raise DataError(f"{given}: no such file")
-        return file.read_bytes()
-    if hasattr(given, "save"):
-        stream = io.BytesIO()
-        given.save(stream, format="PNG")
-        return stream.getvalue()
-    raise DataError("no image")
 
 
 def items_of(inputs: Inputs) -> tuple[list[MediaItem], dict[str, str]]:
@@ -124,28 +45,34 @@ def items_of(inputs: Inputs) -> tuple[list[MediaItem], dict[str, str]]:
     return inputs.shared("multimodal", name, lambda: read_items(inputs.config.dataset, task.limit))
 
 
+def processor_of(inputs: Inputs) -> Any:
+    """The processor of the model, which has to take what the items of a run hold."""
+    return load_processor(inputs.config.model, {modality for item in items_of(inputs)[0] for modality, _ in item.media})
+
+
 def prompt_of(
     processor: Any, item: MediaItem, device: torch.device
 ) -> tuple[Int[Tensor, "1 tokens"], dict[str, Tensor]]:
-    """Tokens of the prompt by the processor's template, one for each image patch, and its further inputs."""
-    from PIL import Image, UnidentifiedImageError
-
-    try:
-        image = Image.open(io.BytesIO(item.media)).convert("RGB")
-    except (UnidentifiedImageError, OSError) as error:
-        raise DataError("its image cannot be read") from error
+    """Tokens of the prompt by the processor's template, one for each piece of its media, and its further inputs."""
+    given = defaultdict[str, list[Any]](list)
+    for modality, data in item.media:
+        if modality == "image":
+            given["images"].append(decode_image(data))
+        else:
+            given["audio"].append(decode_recording(data, processor.feature_extractor.sampling_rate))
     if getattr(processor, "chat_template", None):
-        content = [{"type": "image"}, {"type": "text", "text": item.question}]
+        content = [*({"type": modality} for modality, _ in item.media), {"type": "text", "text": item.prompt}]
         chat = [{"role": "user", "content": content}]
         text = processor.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
     else:
-        text = f"{processor.image_token}\n{item.question}\n"
-    made = processor(images=[image], text=[text], return_tensors="pt")
-    return made["input_ids"].to(device), {name: made[name] for name in made if name not in _BESIDE}
+        text = "\n".join((*(getattr(processor, f"{modality}_token") for modality, _ in item.media), item.prompt, ""))
+    made = processor(text=[text], return_tensors="pt", **given)
+    tokens = made.pop("input_ids").to(device)
+    return tokens, {name: made[name] for name in made if name != "attention_mask"}
 
 
 def with_media(model: LoadedModel, processor: Any, item: MediaItem) -> tuple[MediaModel, Int[Tensor, "1 tokens"]]:
-    """The model with the image of an item's prompt, and the prompt's tokens."""
+    """The model with the media of an item's prompt, and the prompt's tokens."""
     tokens, media = prompt_of(processor, item, model.device)
     return MediaModel(model.model, model.device, media, cache_dtype=model.cache_dtype), tokens
 
@@ -153,19 +80,19 @@ def with_media(model: LoadedModel, processor: Any, item: MediaItem) -> tuple[Med
 def answer(inputs: Inputs, method: Method, processor: Any, item: MediaItem) -> Scored:
     """The answer to one item, scored by its benchmark."""
     task: MultimodalConfig = inputs.config.task
-    tokenizer = inputs.tokenizer
     loaded, tokens = with_media(inputs.model, processor, item)
     reader = Reader(loaded, method, task.prefill, inputs.config.cache.keep_decoded)
     labels = modalities(loaded.model.config, tokens)
+    counts = {f"{name}_tokens": int((labels == index).sum()) for index, name in enumerate(MODALITIES)}
+    counts = {name: count for name, count in counts.items() if count or name in _ALWAYS}
 
     def sample(_: int, written: list[int]) -> Sample:
-        text = answer_text(tokenizer, written, [])
-        counts = {f"{name}_tokens": int((labels == index).sum()) for index, name in enumerate(MODALITIES[:2])}
-        score = ocrbench_score(item.source, item.answers, text)
-        return {"item": item.name, "kind": item.kind or "other", "text": text, "score": score, **counts}
+        text = answer_text(inputs.tokenizer, written, [])
+        score = score_answer(task.benchmark, item, text)
+        return {"item": item.name, "kind": item.kind or "other", "text": text, **score, **counts}
 
     try:
-        (found,) = write_answers(reader, tokens.tolist(), task.max_new_tokens, reader.ends(tokenizer), sample)
+        (found,) = write_answers(reader, tokens.tolist(), task.max_new_tokens, reader.ends(inputs.tokenizer), sample)
     finally:
         loaded.forget()
     return found
@@ -176,6 +103,9 @@ def make_items(inputs: Inputs, processor: Any, answer: int) -> Items[MediaItem]:
     items, skipped = items_of(inputs)
     skipped, kept, longest = dict(skipped), [], inputs.longest_context
     for item in items:
+        if inputs.config.task.benchmark == "mmau_pro" and len(item.choices) < 2 and item.instruction is None:
+            skipped[item.name] = JUDGED
+            continue
         try:
             tokens, _ = prompt_of(processor, item, torch.device("cpu"))
         except DataError as error:
@@ -189,10 +119,8 @@ def make_items(inputs: Inputs, processor: Any, answer: int) -> Items[MediaItem]:
 
 
 def check(inputs: Inputs, method: Method) -> None:
-    """Raise `Unsupported` for audio and for prompts in chunks, `ConfigError` for batches."""
+    """Raise `Unsupported` for prompts in chunks, `ConfigError` for batches."""
     task: MultimodalConfig = inputs.config.task
-    if task.benchmark == "mmau_pro":
-        raise Unsupported("task.benchmark=mmau_pro: its questions are about recordings; kvq feeds text and images")
     if task.bos is not None:
         raise Unsupported(f"task.bos={str(task.bos).lower()}: the model's processor writes the prompts of this task")
     if task.prefill is not Prefill.whole:
@@ -204,7 +132,7 @@ def check(inputs: Inputs, method: Method) -> None:
 
 def measure(inputs: Inputs, method: Method, baseline: Baseline | None, journal: Journal) -> Measurement:
     """Answer every item under `method`; a baseline is compared with item by item."""
-    processor = load_processor(inputs.config.model)
+    processor = processor_of(inputs)
     items = make_items(inputs, processor, inputs.config.task.max_new_tokens)
 
     def score(batch: Sequence[MediaItem]) -> list[Scored]:
@@ -213,15 +141,18 @@ def measure(inputs: Inputs, method: Method, baseline: Baseline | None, journal: 
     found = measure_items(items, score, inputs.config.task, journal, baseline, method.label)
     scored = [sample for sample in found.samples if "skipped" not in sample]
     metrics = found.metrics | by_part(scored, "kind", "accuracy")
-    metrics |= {f"{name}_tokens": sum(float(s[f"{name}_tokens"]) for s in scored) for name in MODALITIES[:2]}
+    metrics |= by_part([sample for sample in scored if "rule" in sample], "rule", "accuracy")
+    counts = {name for sample in scored for name in sample if name.endswith("_tokens")}
+    metrics |= {name: sum(float(sample.get(name, 0)) for sample in scored) for name in {*_ALWAYS, *counts}}
     return Measurement(metrics, units_of(metrics), found.samples)
 
 
 def fingerprint(inputs: Inputs) -> str:
-    """Fingerprint of the items: questions, answers, images, and the model's context."""
+    """Fingerprint of the items: questions, answers, media, and the model's context."""
     items, skipped = items_of(inputs)
-    # No item has choices, which earlier fingerprints name.
-    rows = [[*list(vars(item).values())[:-1], (), hashlib.sha256(item.media).hexdigest()] for item in items]
+    media = [[hashlib.sha256(data).hexdigest() for _, data in item.media] for item in items]
+    given = [[*list(vars(item).values())[:6], *(item.instruction or ())] for item in items]
+    rows = [[*row[:6], *hashes, *row[6:]] for row, hashes in zip(given, media, strict=True)]
     return measurement.items_fingerprint(inputs, [*rows, skipped])
 
 
@@ -250,7 +181,7 @@ def norms_by_modality(loaded: MediaModel, tokens: Int[Tensor, " tokens"], layers
                 row = {"kind": "modality", **place, "modality": name, "tokens": int(among.sum()), **spread}
                 row["max_over_median"] = float(over_median(part).amax(-1).mean())
                 rows.append(row | {"relative": float(relative[among.to(norms.device)].median())})
-            levels = torch.tensor(_QUANTILES, dtype=norms.dtype, device=norms.device)
+            levels = torch.tensor((0.0, 0.25, 0.5, 0.75, 1.0), dtype=norms.dtype, device=norms.device)
             boxes[layer.index].append({"kind": "tokens", **place, "norms": norms[0].quantile(levels, dim=0).tolist()})
 
     try:
@@ -267,7 +198,7 @@ def norms_by_modality(loaded: MediaModel, tokens: Int[Tensor, " tokens"], layers
 def measure_modality(inputs: Inputs, method: Method, baseline: Baseline | None, journal: Journal) -> Measurement:
     """Norms of every prompt by modality; by position too for the first prompt, in some layers."""
     task: ModalityConfig = inputs.config.task
-    processor = load_processor(inputs.config.model)
+    processor = processor_of(inputs)
     items = make_items(inputs, processor, 0)
     rows: list[dict[str, Any]] = []
     for index, (item,) in enumerate(items.batches):
@@ -283,10 +214,11 @@ def measure_modality(inputs: Inputs, method: Method, baseline: Baseline | None, 
         end, more = ("", {}) if name == ALL else (f"[modality={name}]", {"relative": "relative"})
         for metric, key in (_SPREADS | more).items():
             metrics |= measurement.mean_metric(f"{side}_{metric}{end}", found, key, side=side, modality=name)
-    for name in MODALITIES[:2]:
-        place = ("key", found[0]["layer"], name)
-        counts = [row["tokens"] for row in found if (row["side"], row["layer"], row["modality"]) == place]
-        metrics[f"{name}_tokens"] = float(sum(counts))
+    metrics |= dict.fromkeys(_ALWAYS, 0.0)
+    for row in found:
+        if (row["side"], row["layer"]) == ("key", found[0]["layer"]) and row["modality"] != ALL:
+            name = f"{row['modality']}_tokens"
+            metrics[name] = metrics.get(name, 0.0) + row["tokens"]
     rows += [{"kind": "skipped", "item": name, "skipped": reason} for name, reason in items.skipped.items()]
     metrics |= {"items": float(len(items.batches)), "skipped_items": float(len(items.skipped))}
     return Measurement(metrics, measurement.units_like(metrics, {"*_tokens": "tokens", "*items": "items"}), rows)

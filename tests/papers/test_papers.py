@@ -92,7 +92,7 @@ def test_a_table_without_runs_prints_what_is_published_and_the_command(
     own = {label for each in experiments for label in each.layout.own}
     index = (tmp_path / "index.md").read_text(encoding="utf-8")
     assert all(f"`{experiment.name}`" in index for experiment in experiments)
-    assert re.search(r"`oscar/mmau_pro`.* 15: recordings, which are not fed to models here \|", index)
+    assert re.search(r"`oscar/mmau_pro`.* 10: open answers, graded by a judge .* \|", index)
     cells = [cell for each in experiments if each.layout.table for cell in shown_cells(each, Answers(), REFERENCE)]
     assert all(cell.published or set(cell.asked.labels.values()) & own for cell in cells)
     assert sum(cell.published is not None for cell in cells) == sum(map(len, REFERENCE.tables.values()))
@@ -100,7 +100,7 @@ def test_a_table_without_runs_prints_what_is_published_and_the_command(
 
 def test_a_plan_says_which_cells_no_run_can_fill(capsys: pytest.CaptureFixture[str]) -> None:
     print_cost("oscar/mmau_pro", 5)
-    assert "cells that cannot be measured: recordings, which are not fed to models here" in capsys.readouterr().out
+    assert "cells that cannot be measured: open answers, graded by a judge" in capsys.readouterr().out
 
 
 def test_small_is_the_same_shape(experiments: list[Experiment]) -> None:
