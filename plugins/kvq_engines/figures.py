@@ -53,7 +53,6 @@ def agreement_figure(numbers: pd.DataFrame) -> Figure:
 
 
 PAIR_METRICS = {"delta_nll": "loss (nats/token)", "kl_p999": "KL, 99.9th percentile (nats)"}
-FEWEST_PAIRS = 4
 
 
 def pairs_table(table: Table) -> pd.DataFrame | None:
@@ -63,7 +62,7 @@ def pairs_table(table: Table) -> pd.DataFrame | None:
     """
     rows = [row for row in table.rows if not row.variant]
     pairs = [row.record.method.split("+") for row in rows if "+" in row.record.method]
-    if len(pairs) < FEWEST_PAIRS:
+    if len(pairs) < 4:
         return None
     formats = {name for pair in pairs for name in pair}
     measured = [row.record for row in rows if "delta_nll" in row.record.metrics]

@@ -32,7 +32,6 @@ from kvq_lab.words import parse_number, parse_words, run_command
 MOST = 3
 """Choices that are printed."""
 _OWN = "measured on this model"
-_UNITS = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
 _USAGE = """Which cache format to take, from the records of this folder.
 
   kvq recommend model=llama_3_1_8b context=32768 engine=llamacpp memory=2GiB
@@ -115,7 +114,7 @@ def parse_size(text: str) -> float:
     match = re.fullmatch(r"([0-9.]+)\s*([kmgt]?)(i?b)?", text.lower())
     if not match:
         raise ConfigError(f"memory={text}: a size such as 512MiB or 4GiB")
-    return _parse_amount("memory", match[1]) * _UNITS[match[2]]
+    return _parse_amount("memory", match[1]) * {"": 1, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}[match[2]]
 
 
 def name_prefix(model: str) -> str:

@@ -30,7 +30,6 @@ from kvq_lab.trajectory import Row, scored_rows
 
 Tokens = Int[Tensor, "1 tokens"]
 
-_OF_A_TURN = ("effective_bits", "total_bytes", "packed_tokens", "residual_tokens")
 
 _OF_BRANCHES = ("fork_difference", "shared_bytes", "once_bytes", "separate_bytes")
 
@@ -150,7 +149,7 @@ def turn_metrics(rows: Sequence[Row], answer: int) -> dict[str, float]:
     for name, metric in sums.items():
         means = [statistics.fmean(row[name] for row in turn) / answer for turn in turns]
         metrics |= {metric: statistics.fmean(means)} | _by_turn(metric, means)
-    for name in _OF_A_TURN:
+    for name in ("effective_bits", "total_bytes", "packed_tokens", "residual_tokens"):
         metrics |= _by_turn(name, [statistics.fmean(row[name] for row in turn) for turn in turns])
     if "fork_difference" in rows[0]:
         metrics |= {name: statistics.fmean(row[name] for row in rows) for name in _OF_BRANCHES}

@@ -28,8 +28,6 @@ _USAGE = """A cache format as an engine reads it: the words of a run, without mo
   kvq export --config-dir mine method=own
   kvq export map=tensorrt method=rtn 'method.bits_by_layer.key=[8,8,4,4]' 'method.bits_by_layer.value=[8,8,4,4]'
 """
-_SKIPS = "--kv-cache-dtype-skip-layers"
-"""vLLM's flag for layers that stay as the model computes them, keys and values together."""
 _RECIPE = "recipe=modelopt"
 _UNITS = {
     "engine/tensorrt_fp8": "kv_fp8",
@@ -69,7 +67,7 @@ def engine_command(config: Config) -> str:
         )
     if min(layers["key"]) < 0:
         raise Unsupported("method.full_precision_layers: vLLM counts layers from 0; give no negative ones")
-    return f"{method.serve} {_SKIPS} {' '.join(map(str, layers['key']))}"
+    return f"{method.serve} --kv-cache-dtype-skip-layers {' '.join(map(str, layers['key']))}"
 
 
 def modelopt_recipe(config: Config) -> str:

@@ -29,7 +29,6 @@ if TYPE_CHECKING:
 
     from kvq.report.tables.layout import Table
 
-_LEVEL = 0.95
 _MARKED = 8  # tokens between two markers of a line
 
 
@@ -55,7 +54,7 @@ def _estimate_survival(record: Record, rows: Sequence[dict[str, Any]]) -> pd.Dat
     low, high = share, share
     if left:
         with warnings.catch_warnings(action="ignore"):  # where all or none are left, there is no interval
-            interval = survival.confidence_interval(_LEVEL, method="log-log")
+            interval = survival.confidence_interval(0.95, method="log-log")
         low, high = (np.nan_to_num(side.evaluate(places), nan=1.0) for side in (interval.low, interval.high))
     distances = [[row["kl"][place] for row in rows if place < len(row["kl"])] for place in places]
     kl = [float(np.mean(here)) if here else float("nan") for here in distances]
@@ -149,7 +148,6 @@ for _stem, _title, _index, _metric in (
 
 _LEAST = 1e-6
 """KL below which a colour tells nothing apart."""
-_DECADES = 4
 
 
 def costs_table(records: Sequence[Record], store: Store) -> pd.DataFrame:
@@ -175,7 +173,7 @@ def costs_figure(table: pd.DataFrame) -> Figure:
     once = table.drop_duplicates(["method", "side", "layer"])  # of two runs with one label, the first
     grid = once.pivot(index=["method", "side"], columns="layer", values="kl").reindex(rows)
     most = max(float(table["kl"].max()), 10 * _LEAST)
-    scale = LogNorm(max(min(float(table["kl"].min()), most / 10), most / 10**_DECADES, _LEAST), most)
+    scale = LogNorm(max(min(float(table["kl"].min()), most / 10), most / 10**4, _LEAST), most)
     made, axis = draw.panels(2, 0.9 + 0.17 * len(rows))
     image = draw.draw_heat(axis, grid.clip(lower=scale.vmin), norm=scale, cmap="viridis")
     axis.set_yticks(range(len(rows)), [f"{method}, {side}" for method, side in rows], fontsize=6)

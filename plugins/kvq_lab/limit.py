@@ -33,7 +33,6 @@ from kvq_lab.settings import LimitConfig, LimitHeads
 SIDES = ("key", "value")
 Place = tuple[str, int]
 """A side and a layer."""
-_STEPS = 200  # of a bisection
 
 
 def spectrum_of(moments: JointMoments, transform: FisherTransform) -> Float[Tensor, " components"]:
@@ -55,7 +54,7 @@ def level_at_rate(spectrum: Float[Tensor, " components"], bits: float) -> float:
     """The level at which components have `bits` on average, by bisection from 2^-64 of the largest λ to the largest."""
     high = float(spectrum.max())
     low = high * 2.0**-64
-    for _ in range(_STEPS):
+    for _ in range(200):  # of a bisection
         middle = (low * high) ** 0.5
         low, high = (middle, high) if rate_at(spectrum, middle) > bits else (low, middle)
     return high

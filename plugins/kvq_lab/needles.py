@@ -23,7 +23,6 @@ COST = 1.5
 """Time of the needles of a format relative to full precision's, at most, for the plan."""
 MOST_SHARE = 0.25
 """At most this share of the question's minutes goes to needles."""
-STREAM_WINDOWS = 64
 
 
 def find_full_needles(choosing: Chooser, say: Say) -> None:
@@ -79,7 +78,7 @@ def needle_words(choosing: Chooser, words: Sequence[str]) -> list[str]:
     """Overrides of a run with needles in a text of the race's passages joined; writes its file if it is missing."""
     path = choosing.folder / "haystack.jsonl"
     if not path.is_file():
-        row = json.dumps({"text": " ".join(choosing.passages[:STREAM_WINDOWS])})
+        row = json.dumps({"text": " ".join(choosing.passages[:64])})
         write_files("choose", choosing.folder, {path.name: row + "\n"})
     task = ["task=niah", f"task.lengths=[{choosing.needle_tokens}]", f"task.depths=[{','.join(map(str, DEPTHS))}]"]
     task += ["task.repeats=1", "task.batch_size=1", "task.noise_floor=false"]

@@ -134,11 +134,7 @@ def _normalize(text: str) -> str:
 
 
 # Added to the seed of a generator, so that no other use of the same seed draws the same numbers.
-_PADDING = 0x70616464
-_ORDER = 0x6F726465
 _RULE = 'Each request is answered by a call of one of these functions, as JSON: {"name": ..., "arguments": {...}}\n\n'
-_UNTIL = ("\nRequest:", "\n\n")
-"""What ends an answer without JSON; in a chat, the end of the message does."""
 
 
 @dataclass(frozen=True)
@@ -182,13 +178,13 @@ def draw_padding(inputs: Inputs, count: int) -> list[list[int]]:
     if not streams:
         longest = max(map(len, whole), default=0)
         raise DataError(f"task.padding={task.padding}: the longest text in the dataset has {longest} tokens")
-    generators = (np.random.default_rng([_PADDING, task.seed, place]) for place in range(count))
+    generators = (np.random.default_rng([0x70616464, task.seed, place]) for place in range(count))
     return [draw_piece(streams, task.padding, rng) for rng in generators]
 
 
 def add_shots(task: ToolsConfig, asked: Sequence[Request], place: int) -> tuple[Request, list[Request]]:
     """Request `place` with the functions of its shots among those offered, in a drawn order, and the shots."""
-    request, rng = asked[place], np.random.default_rng([_ORDER, task.seed, place])
+    request, rng = asked[place], np.random.default_rng([0x6F726465, task.seed, place])
     others = [other for other in range(len(asked)) if other != place]
     shots = [asked[others[index]] for index in rng.permutation(len(others))[: task.shots].tolist()]
     functions = {one.name: one for shot in [*shots, request] for one in shot.functions}
@@ -231,7 +227,7 @@ def make_items(inputs: Inputs, unequal: bool = False) -> Items[ToolItem]:
 
 def stop_texts(task: ToolsConfig) -> Sequence[str]:
     """Texts at which an answer without a JSON object ends."""
-    return () if task.chat_template else _UNTIL
+    return () if task.chat_template else ("\nRequest:", "\n\n")  # end an answer without JSON
 
 
 def end_test(reader: Reader, inputs: Inputs) -> Ends:

@@ -26,7 +26,6 @@ LARGER = CacheShape((LayerKind(32, 8, 128),), None)
 _DRAWN = (
     "rtn kivi nsn oscar nsnquant turboquant waterfill waterfill_kv waterfill/kv_small kvtc nova_kv cq/4c9b cq/8c10b"
 )
-_MOST = 8.0  # bits that are drawn
 _NAMED = 4  # methods that a panel of `stand-ins` names: those whose ranks differ most
 
 
@@ -84,7 +83,7 @@ def totals_figure(table: pd.DataFrame) -> Figure:
             title = f"{length} tokens" if shape == shapes[0] else ""
             dress(axis, words, f"{metric_of('delta_nll').title}\n{shape}" if axis is row[0] else "", "both", title)
     axes[0][0].set_yscale("log")
-    axes[0][0].set_xlim(0, _MOST)
+    axes[0][0].set_xlim(0, 8.0)  # bits that are drawn
     legend_below(made, axes[0][0], 3)
     return made
 

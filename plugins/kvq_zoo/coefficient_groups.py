@@ -27,9 +27,6 @@ SIDE_BITS = 32
 """Of a group: a scale and a shift, each in fp16."""
 _E4M3 = torch.float8_e4m3fn
 _E4M3_MOST = 448.0
-_TOGETHER = 2**24
-"""Numbers that are in memory at once while errors are measured."""
-_NONE = (1, 0)
 
 
 def quantize_groups(
@@ -127,7 +124,7 @@ class GroupErrors:
     @property
     def options(self) -> list[tuple[int, int]]:
         """Sizes and kinds that a group may have; the first is one coefficient that is not stored."""
-        return [_NONE, *self.by_option]
+        return [(1, 0), *self.by_option]
 
 
 def measure_errors(z: Float[Tensor, "tokens n"], sizes: Sequence[int]) -> GroupErrors:
@@ -136,7 +133,7 @@ def measure_errors(z: Float[Tensor, "tokens n"], sizes: Sequence[int]) -> GroupE
     for size in (size for size in sizes if size <= z.shape[1]):
         windows = z.unfold(1, size, 1)
         for kind in KINDS if size > 1 else KINDS[:1]:  # one coefficient is its shift, whatever the bits
-            pieces = windows.split(max(1, _TOGETHER // (len(z) * size)), 1)
+            pieces = windows.split(max(1, 2**24 // (len(z) * size)), 1)  # in memory at once
             found[size, kind] = torch.cat([_squared_errors(piece, kind) for piece in pieces]).numpy()
     return GroupErrors(z.double().square().sum(0).numpy(), found)
 

@@ -13,8 +13,6 @@ from kvq.codecs.packed import pack_parts, unpack_parts
 from kvq.codecs.quantizers import CodeQuantizer, Gain, Parts, checked_choice
 from kvq.errors import Unsupported, require
 
-_CROSSINGS = 2**20  # that are sorted together
-
 
 class RabitqQuantizer(CodeQuantizer):
     """The point of a grid whose direction is nearest to that of a token.
@@ -42,7 +40,7 @@ class RabitqQuantizer(CodeQuantizer):
     def encode(self, x: Float[Tensor, "*lead heads tokens dim"], dtype: torch.dtype) -> Parts:
         """`codes.<plane>`: the point's index in each coordinate."""
         half = 2 ** (self.bits - 1)
-        size = max(1, _CROSSINGS // (half * x.shape[-1]))
+        size = max(1, 2**20 // (half * x.shape[-1]))  # that are sorted together
         rows = x.abs().reshape(-1, x.shape[-1])
         steps = torch.cat([best_steps(some, half) for some in rows.split(size)]).view(x.shape)
         return pack_parts(torch.where(x < 0, half - 1 - steps, half + steps), self.bits)

@@ -17,8 +17,6 @@ from kvq.codecs.rotations import eigenvectors
 from kvq.errors import Unsupported, require
 
 _MOST = 8
-_STEPS = 200  # of Lloyd at most
-_STILL = 1e-6  # a change of no level above this ends them
 
 
 class EigenRotation(TableRotation):
@@ -157,13 +155,13 @@ def lloyd_levels(values: Float[Tensor, "*shape"], bits: int) -> Float[Tensor, " 
     if not bits:
         return values.mean()[None]
     levels = torch.linspace(float(values[0]), float(values[-1]), 2**bits, dtype=torch.float64)
-    for _ in range(_STEPS):
+    for _ in range(200):  # of Lloyd at most
         inner = torch.searchsorted(values, (levels[1:] + levels[:-1]) / 2, right=True)
         ends = torch.nn.functional.pad(inner, (1, 0))
         ends = torch.cat([ends, ends.new_tensor([len(values)])])
         held = ends.diff()
         found = torch.where(held > 0, sums[ends].diff() / held.clamp(min=1), levels)
         moved, levels = float((found - levels).abs().max()), found
-        if moved < _STILL:
+        if moved < 1e-6:  # a change of no level above this ends them
             break
     return levels.sort().values
