@@ -21,7 +21,6 @@ _COMPARED = 8  # up to so many thresholds, a sum of comparisons is faster than a
 _RESIDUAL = 1e-10  # largest distance of a level from its centroid
 _SCORES = 2**19  # of rows by centroids that exist at once: 2 MiB in fp32
 _BINS = 2**16  # that many values in one dimension are replaced by the means of so many bins
-_STARTS = 4  # of k-means in one dimension; the best is kept
 _REACHED = 1e-4  # relative change of the error below which Lloyd's iterations stop
 _TINY = 1e-30  # a row of zeros counts as this large
 _CLIPS = (1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3)
@@ -84,7 +83,7 @@ def levels_1d(values: Float[Tensor, " n"], weights: Float[Tensor, " n"], count: 
         levels = np.concatenate([distinct, np.repeat(distinct[-1:], count - len(distinct))])
     else:
         with threadpool_limits(limits=1):
-            means = KMeans(count, n_init=_STARTS, tol=1e-8, random_state=seed)
+            means = KMeans(count, n_init=4, tol=1e-8, random_state=seed)
             means.fit(points[:, None], sample_weight=share / share.mean())
         levels = np.sort(means.cluster_centers_[:, 0])
     return torch.from_numpy(levels)

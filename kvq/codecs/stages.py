@@ -23,8 +23,6 @@ Side = dict[str, Tensor]
 Tokens = Float[Tensor, "*lead tokens dim"]
 Scope = Literal["head", "token"]
 """The channels that a token's norm covers: those of each head, or those of all heads together."""
-WEISZFELD_STEPS = 32
-"""On blocks of 64 normalized tokens the 32nd step moves the centre by less than fp16 resolves."""
 Center = Literal["mean", "median"]
 """The vector that is subtracted: the mean of the tokens, or their geometric median."""
 
@@ -228,7 +226,7 @@ class ChannelShift(Stage):
 def geometric_median(x: Tokens, start: Float[Tensor, "*lead 1 dim"]) -> Float[Tensor, "*lead 1 dim"]:
     """The point with the least sum of distances to the tokens, by Weiszfeld's iteration from `start`."""
     point = start
-    for _ in range(WEISZFELD_STEPS):
+    for _ in range(32):  # the last moves the centre of 64 normalized tokens by less than fp16 resolves
         distance = torch.linalg.vector_norm(x - point, dim=-1, keepdim=True)
         # A token on the point would have infinite weight; a tiny distance lets it dominate without a division by zero.
         weight = 1 / distance.clamp_min(torch.finfo(x.dtype).eps)

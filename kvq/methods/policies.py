@@ -115,7 +115,6 @@ class Trait(Policy):
 _BY_LAYER = Trait("bits_by_layer", "gives layers bits of their own", frozenset({"one_width", "two_codecs"}))
 _WHOLE_LAYERS = Trait("full_precision_layers", "keeps layers in full precision", frozenset({"all_layers"}))
 _CALIBRATED = Trait("calibration", "fits tables to states", frozenset({"uncalibrated", "two_codecs"}))
-_FITTED_FIRST = Trait("a codec", "fits tables to the first tokens", frozenset({"all_at_once"}))
 _BY_POSITION = Trait("a codec", "undoes rotary embeddings", frozenset({"any_position"}))
 _SINKS = Trait("sink_tokens", "keeps the first tokens in full precision", frozenset({"all_tokens", "own_tokens"}))
 _AT_ONCE = Trait("residual=none", "quantizes all tokens at once", frozenset({"no_prompt", "chunked_prompt"}))
@@ -141,7 +140,7 @@ def method_traits(method: Any) -> Iterator[Policy]:
         _SINKS: method.sink_tokens > 0,
         joined: method.joins_sides,
         _CALIBRATED: method.needs_calibration,
-        _FITTED_FIRST: method.fits_first_tokens,
+        Trait("a codec", "fits tables to the first tokens", frozenset({"all_at_once"})): method.fits_first_tokens,
         _BY_POSITION: any(codec.uses_rope for codec in codecs.values()),
         _AT_ONCE: any(getattr(kept, side).policy is ResidualPolicy.none for side in codecs),
         _SIDES_DIFFER: kept.key != kept.value or (bits is not None and bits.key != bits.value),

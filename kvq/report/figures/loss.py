@@ -35,7 +35,6 @@ _RING: Any = {"markersize": 8, "markerfacecolor": "none", "markeredgewidth": 0.8
 _FEWEST = 3
 _RATES = 6
 """A method's variants are drawn over measured bits where they have so many different ones, to a tenth of a bit."""
-RULES = f"{FRONTIER_RULE} {NOISE_RULE}"
 _EFFECTIVE, _MEASURED = "effective_bits", "bits_per_element"
 # Offsets of a label from its ring in points; the first without an overlap is taken. matplotlib avoids no overlaps.
 _SIDES = ((-6.0, -5.0), (-6.0, 5.0), (-6.0, -12.0), (6.0, 7.0), (-6.0, 12.0), (6.0, 14.0))
@@ -175,7 +174,7 @@ def runs_table(
     "Loss and bits: {where}",
     lambda table, _: found if len(found := runs_table(table)) > 1 else None,
     of="table",
-    note=RULES,
+    note=f"{FRONTIER_RULE} {NOISE_RULE}",
 )
 def pareto_figure(numbers: pd.DataFrame) -> Figure:
     """ΔNLL (with errors, frontier ringed) and KL by effective bits: some methods coloured, variants hollow."""
