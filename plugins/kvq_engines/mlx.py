@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar, Final
 
 import numpy as np
@@ -29,7 +29,8 @@ class Mlx(contextlib.AbstractContextManager["Mlx"]):
     Raises:
         ConfigError: MLX-LM is not installed, or in another version.
         DataError: a context beyond the model's.
-        Unsupported: a family that it does not know, or bits and groups that its cache cannot hold.
+        Unsupported: a family or a type of RoPE that it does not know. `logits`: bits and groups that its cache cannot
+            hold, or bits where layers have windows, whose cache it does not quantize.
     """
 
     version: ClassVar[int] = 1
@@ -46,15 +47,15 @@ class Mlx(contextlib.AbstractContextManager["Mlx"]):
             raise DataError(
                 f"task.context={context}: the model takes at most {config['max_position_embeddings']} tokens"
             )
-        rope = config.pop("rope_parameters")  # MLX-LM reads its base only at the top level
-        if rope.get("rope_type", "default") != "default":
-            raise Unsupported(f"task.engine=mlx: rope_type={rope['rope_type']} is not carried over")
         try:
-            kind, arguments = _get_classes(config | {"rope_theta": rope["rope_theta"]})
+            kind, arguments = _get_classes(config)
         except ValueError as error:
             raise Unsupported(f"task.engine=mlx: {error}") from error
+        config |= _rope_bases(config.pop("rope_parameters"))
+        if "sliding_attention" in (kinds := config.get("layer_types") or ()):
+            config["sliding_window_pattern"] = kinds.index("full_attention") + 1
         self._mx, self._bits, self._group = mx, bits, group_size
-        self._model = kind(arguments.from_dict(config | {"rope_theta": rope["rope_theta"]}))
+        self._model = kind(arguments.from_dict(config))
         weights = {name: mx.array(weight.detach().cpu().numpy()) for name, weight in model.state_dict().items()}
         self._model.load_weights(list(self._model.sanitize(weights).items()))
         self._make = make_prompt_cache
@@ -90,9 +91,11 @@ class Mlx(contextlib.AbstractContextManager["Mlx"]):
 
     def _empty_caches(self) -> list[Any]:
         """An empty cache for each layer, quantized if `bits` are given."""
-        from mlx_lm.models.cache import QuantizedKVCache
+        from mlx_lm.models.cache import QuantizedKVCache, RotatingKVCache
 
         caches = self._make(self._model)
+        if self._bits is not None and any(isinstance(cache, RotatingKVCache) for cache in caches):
+            raise Unsupported("task.engine=mlx: MLX-LM does not quantize the cache of a layer with a window")
         return caches if self._bits is None else [QuantizedKVCache(self._group, self._bits) for _ in caches]
 
     @contextlib.contextmanager
@@ -140,6 +143,16 @@ class Mlx(contextlib.AbstractContextManager["Mlx"]):
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _rope_bases(ropes: Mapping[str, Any]) -> dict[str, float]:
+    """The bases of RoPE at the top level, where MLX-LM reads them. Raises: Unsupported: RoPE of another type."""
+    by_kind = {"full_attention": ropes} if "rope_theta" in ropes else ropes
+    for rope in by_kind.values():
+        if rope.get("rope_type", "default") != "default":
+            raise Unsupported(f"task.engine=mlx: rope_type={rope['rope_type']} is not carried over")
+    named = {"full_attention": "rope_theta", "sliding_attention": "rope_local_base_freq"}
+    return {named[kind]: rope["rope_theta"] for kind, rope in by_kind.items()}
 
 
 def _sides(cache: Any) -> tuple[Any, Any]:

@@ -26,7 +26,7 @@ TOKENS = 96
 DIM, LAYERS, KV_HEADS = 64, 2, 2
 
 
-def model_of(family="llama", seed=0, head_dim=DIM):
+def model_of(family="llama", seed=0, head_dim=DIM, **settings):
     torch.manual_seed(seed)
     config = AutoConfig.for_model(
         family,
@@ -39,6 +39,7 @@ def model_of(family="llama", seed=0, head_dim=DIM):
         vocab_size=120,
         max_position_embeddings=512,
         tie_word_embeddings=False,
+        **settings,
     )
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     for name, weight in model.named_parameters():  # so that logits, biases and norms are not nearly constant

@@ -30,6 +30,15 @@ def test_full_precision_is_pytorchs(family, tokens):
         assert "mlx 0." in engine.build
 
 
+def test_layers_with_windows_are_read_and_not_quantized(tokens):
+    kinds = ["sliding_attention", "full_attention"]
+    model = model_of("gemma3_text", layer_types=kinds, sliding_window=TOKENS // 3, query_pre_attn_scalar=64)
+    with Mlx(model, TOKENS) as engine:
+        assert kl(in_torch(model, tokens), log_probs(engine, tokens)) < 1e-8
+    with Mlx(model, TOKENS, 8) as engine, pytest.raises(Unsupported, match="layer with a window"):
+        log_probs(engine, tokens)
+
+
 @pytest.mark.parametrize(("bits", "group"), [(8, 64), (4, 64), (4, 32), (2, 64), (3, 32)])
 def test_a_preset_loses_what_the_engine_loses(bits, group, tokens):
     """Scale and offset have the dtype of the states in MLX, here fp32; that of the presets is fp16."""
