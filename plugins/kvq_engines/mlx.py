@@ -44,9 +44,7 @@ class Mlx(contextlib.AbstractContextManager["Mlx"]):
 
         config = model.config.to_dict()
         if context > config["max_position_embeddings"]:
-            raise DataError(
-                f"task.context={context}: the model takes at most {config['max_position_embeddings']} tokens"
-            )
+            raise DataError(f"task.context={context}: the model takes {config['max_position_embeddings']} tokens")
         try:
             kind, arguments = _get_classes(config)
         except ValueError as error:

@@ -286,9 +286,7 @@ class Chooser:
         self.full = self._run_round(("method=fp16",), 0)[0].metrics["nll"]
         same, lost = (float(self._run_round((f"method={name}",), 0)[1].mean()) for name in ("identity", "zero"))
         if abs(same) > 1e-3:
-            self.warnings.append(
-                f"canary: a cache that changes nothing has loss {same:+.4f}; take no verdict from this"
-            )
+            self.warnings.append(f"canary: a cache that changes nothing has loss {same:+.4f}; take no verdict from it")
         if lost < 0.05:
             self.warnings.append(f"canary: an empty cache costs only {lost:+.4f}: this text does not need the cache")
         for line in self.warnings:

@@ -62,9 +62,7 @@ def engine_command(config: Config) -> str:
     if not method.serve.startswith("vllm "):
         raise Unsupported(f"method.full_precision_layers: the engine of {method.name} stores all layers alike")
     if layers["key"] != layers["value"]:
-        raise Unsupported(
-            "method.full_precision_layers: vLLM keeps a layer's keys and values together; give both alike"
-        )
+        raise Unsupported("method.full_precision_layers: vLLM keeps a layer's keys and values alike; give both alike")
     if min(layers["key"]) < 0:
         raise Unsupported("method.full_precision_layers: vLLM counts layers from 0; give no negative ones")
     return f"{method.serve} --kv-cache-dtype-skip-layers {' '.join(map(str, layers['key']))}"

@@ -203,9 +203,7 @@ class TransformersLayer(Layer):
         """Append `[batch, heads, tokens, head_dim]` states and return those that attention reads, oldest first."""
         for states, side in ((key_states, "keys"), (value_states, "values")):
             if not bool(torch.isfinite(states).all()):
-                raise DataError(
-                    f"{self.label} {side}: NaN or infinite values; check the model's weights and the dtypes"
-                )
+                raise DataError(f"{self.label} {side}: NaN or infinite values; check the model's weights and dtypes")
         if self.token_by_token and self.key.moves(key_states.shape[2]).queries:
             raise Unsupported(
                 f"{self.label}: {key_states.shape[2]} tokens at once go past a flush of {self.backend.name}, which "
