@@ -25,6 +25,7 @@ from kvq.errors import ConfigError, DataError, Unsupported, at_least
 from kvq_zoo.all_layers import AllLayers
 from kvq_zoo.coefficient_groups import GroupErrors, Groups, code_numbers, measure_errors, plan_groups, quantize_groups
 
+_TOGETHER = 2**26  # numbers that are in fp64 at once while moments are summed up
 Budget = Literal["side", "own"]
 """Who shares bits: `side`: all layers, keys and values apart; `own`: those of one layer and side."""
 Layers = Literal["own", "all"]
@@ -70,7 +71,7 @@ class PrincipalComponents(JointTransform):
     @staticmethod
     def fit_rows(rows: Float[Tensor, "tokens n"]) -> Tables:
         """Fit `mean` `[1, n]` and `basis` `[n, components]`: n of them, or one per token if there are fewer."""
-        pieces = rows.split(max(1, 2**26 // rows.shape[1]))  # in fp64 at once
+        pieces = rows.split(max(1, _TOGETHER // rows.shape[1]))
         mean = torch.stack([piece.double().sum(0) for piece in pieces]).sum(0) / len(rows)
         if len(rows) < rows.shape[1]:
             basis = fix_signs(torch.linalg.svd(rows.double() - mean, full_matrices=False).Vh.mT)

@@ -38,6 +38,7 @@ REFUSED = {
     "nsnquant/channel_scale": "stage 'channel_scale'",
     "nsn/top_k_mixed": "codes of",
     "nsnquant/trellis": "codes of TrellisQuantizer",
+    "nsnquant/important_tokens": "codes of TokenSplit",
     "kvquant_plus_plus/huffman": "HuffmanCodec stores lists",
     "kvtc/all_layers_deflate": "DeflateCodec stores lists",
     "kvtc/deflate": "DeflateCodec stores lists",
