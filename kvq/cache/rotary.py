@@ -153,7 +153,7 @@ def styles_of(model: Any) -> list[tuple[Style | None, int]]:
         calls[layer_number(module, arguments)] = module, arguments
 
     recorder, embedding = KeyRecorder(model.config), model.get_input_embeddings()
-    tokens = torch.arange(1, 25, device=device_of(embedding)) % embedding.weight.shape[0]
+    tokens = torch.arange(1, 25, device=device_of(embedding)) % embedding.weight.shape[0]  # 24 that probe
     with call_before(attentions(base), keep):
         base(input_ids=tokens[None], past_key_values=recorder, use_cache=True)
     out: list[tuple[Style | None, int]] = []

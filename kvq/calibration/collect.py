@@ -198,7 +198,7 @@ def drawn_positions(
     windows: TextWindows, tokens: int | None, seed: int
 ) -> Iterator[tuple[Int[Tensor, " length"], Int[Tensor, " kept"]]]:
     """Each window with the ascending positions of it that count, about `tokens` in all (None: all), drawn by `seed`."""
-    generator = torch.Generator().manual_seed(seed ^ 0x746F6B65)
+    generator = torch.Generator().manual_seed(seed ^ 0x746F6B65)  # apart from other draws
     length = windows.shape[1]
     each = length if tokens is None else min(length, max(1, tokens // len(windows)))
     for window in tqdm(windows, desc="calibration", unit="sample", leave=False, disable=None):

@@ -164,7 +164,7 @@ def _draw_crops(
     rows: tuple[str, ...], tokenizer: Any, room: int, bos: int | None, seed: int
 ) -> Iterator[Int[Tensor, " tokens"]]:
     """Yield `room` token ids from a random place of each row that has as many, rows in random order."""
-    rng = np.random.default_rng([0x646F6373, seed])
+    rng = np.random.default_rng([0x646F6373, seed])  # apart from other draws
     for index in rng.permutation(len(rows)).tolist():
         text = rows[index]
         # A token stands for at least one byte, but for the few that the tokenizer adds.

@@ -345,9 +345,10 @@ class MediaModel(LoadedModel):
         """What goes with `tokens`, a prompt or one without its last tokens, on the model's device."""
         media = {name: value.to(self.device) for name, value in self.media.items()}
         if "image_grid_thw" in media or "video_grid_thw" in media:  # positions on three axes
-            known = "mm_token_type_ids" in inspect.signature(type(base_of(self.model)).forward).parameters
-            name = "mm_token_type_ids" if known else "attention_mask"  # omni-modal models ask for a mask of all tokens
-            media[name] = modalities(self.model.config, tokens) if known else torch.ones_like(tokens)
+            if "mm_token_type_ids" in inspect.signature(type(base_of(self.model)).forward).parameters:
+                media["mm_token_type_ids"] = modalities(self.model.config, tokens)
+            else:  # omni-modal models ask for a mask of all tokens
+                media["attention_mask"] = torch.ones_like(tokens)
         return {name: value[:, : tokens.shape[1]] if name in _PER_TOKEN else value for name, value in media.items()}
 
     def forget(self) -> None:

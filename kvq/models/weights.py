@@ -42,7 +42,8 @@ def weights_name(model: nn.Module) -> str:
     """Name of the weights of a model in memory: a hash of all shapes and of the first entries of each, in bfloat16."""
     digest = hashlib.sha256()
     for name, weight in model.named_parameters():
-        first = _fetch(model, name, weight).detach().flatten()[:1024].to(torch.bfloat16).view(torch.int16).cpu()
+        some = _fetch(model, name, weight).detach().flatten()[:1024]  # entries of each weight that enter its name
+        first = some.to(torch.bfloat16).view(torch.int16).cpu()
         digest.update(f"{name} {list(weight.shape)}".encode() + first.numpy().tobytes())
     return digest.hexdigest()
 

@@ -112,7 +112,7 @@ def render(tables: Tables, figures: Sequence[EmbeddedFigure] = (), warnings: Seq
         script=Markup(script),
         data=script_json(payload(tables, main)),
         tables=tables.tables,
-        texts=[table for table in tables.tables if table.texts is not None][:20],
+        texts=[table for table in tables.tables if table.texts is not None][:20],  # shown on the page
         largest=max(tables.tables, key=lambda table: (is_of_main(table), len(table.rows))),
         summary=count_records(records, sum(row.stale for row in rows), len(tables.broken)),
         dates=days_of(records),
@@ -298,7 +298,7 @@ def _columns_of(records: Iterable[Record]) -> list[str]:
     names = list(dict.fromkeys(name for record in records for name in record.metrics))
     quality = [name for name in QUALITY if name in names]
     rest = [name for name in names if name not in SIZES and not name.endswith("_se")]
-    return (quality or rest)[:8]
+    return (quality or rest)[:8]  # columns
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

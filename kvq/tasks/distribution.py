@@ -228,7 +228,7 @@ def measure(inputs: Inputs, method: Method, baseline: Baseline | None, journal: 
         for bits in CODEBOOKS[name]:
             line = synthetic_cosine(task.context, inputs.head_dims[0], bits, name)
             rows.append({"kind": "synthetic", "codebook": name, "bits": bits, "cosine": line})
-    metrics = {"kl_oracle": oracle(1000, task.context), "windows": float(windows)}
+    metrics = {"kl_oracle": oracle(1000, task.context), "windows": float(windows)}  # of 1,000 draws
     for side in ("key", "value"):
         for step, rotated in itertools.product(STEPS, (True, False)):
             name = f"kl_{side}_{step}{'_hadamard' if rotated else ''}"

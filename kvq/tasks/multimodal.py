@@ -150,9 +150,10 @@ def measure(inputs: Inputs, method: Method, baseline: Baseline | None, journal: 
 def fingerprint(inputs: Inputs) -> str:
     """Fingerprint of the items: questions, answers, media, and the model's context."""
     items, skipped = items_of(inputs)
-    media = [[hashlib.sha256(data).hexdigest() for _, data in item.media] for item in items]
-    given = [[*list(vars(item).values())[:6], *(item.instruction or ())] for item in items]
-    rows = [[*row[:6], *hashes, *row[6:]] for row, hashes in zip(given, media, strict=True)]
+    rows = []
+    for item in items:
+        hashes = (hashlib.sha256(data).hexdigest() for _, data in item.media)
+        rows.append([*list(vars(item).values())[:6], *hashes, *(item.instruction or ())])
     return measurement.items_fingerprint(inputs, [*rows, skipped])
 
 

@@ -65,7 +65,7 @@ def make_items(inputs: Inputs) -> list[NiahItem]:
     items = []
     for length, (place, depth) in itertools.product(task.lengths, enumerate(task.depths)):
         for repeat in range(task.repeats):
-            rng = np.random.default_rng([0x6E696168, task.seed, length, place, repeat])
+            rng = np.random.default_rng([0x6E696168, task.seed, length, place, repeat])  # apart from other draws
             room = length - len(start)
             text = draw_piece(streams, room, rng)
             needles = draw_needles(rng, task.planted, task.digits)
@@ -120,8 +120,8 @@ def measure(inputs: Inputs, method: Method, baseline: Baseline | None, journal: 
     if task.mode is NiahMode.distractors:
         more |= _outcomes(scored, baseline)
         flat = [item for batch in items.batches for item in batch]
-        rng = np.random.default_rng([0x72616E64, task.seed])
-        rates = [random_rate([needle.value for needle in item.needles], rng, 50) for item in flat]
+        rng = np.random.default_rng([0x72616E64, task.seed])  # apart from the items' draws
+        rates = [random_rate([needle.value for needle in item.needles], rng, 50) for item in flat]  # strings
         more["bit_mixing_random"] = float(np.mean(rates))
     metrics = found.metrics | more
     return Measurement(metrics, units_of(metrics), found.samples)

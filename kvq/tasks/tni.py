@@ -41,7 +41,7 @@ _UNITS = {
 def positions_of(tokens: int, count: int) -> list[int]:
     """The first 16 positions, and others up to the last, evenly spread on a logarithmic scale."""
     spread = torch.logspace(0, torch.tensor(float(tokens)).log10().item(), count).long() - 1
-    return sorted({*range(min(16, tokens)), *(int(p) for p in spread if p < tokens), tokens - 1})
+    return sorted({*range(min(16, tokens)), *(int(p) for p in spread if p < tokens), tokens - 1})  # 16 first
 
 
 class NormStatistics:

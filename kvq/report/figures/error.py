@@ -120,7 +120,7 @@ def bars(table: pd.DataFrame) -> Figure:
                 mean, least, most = (float(part.loc[method, kind]) for kind in ("mean", "min", "max"))
                 axis.barh(place, mean, 0.7, color=looks[method].color)
                 axis.plot([least, most], [place, place], color="black", linewidth=0.8)
-        if quantity in _ERRORS and part["min"].min() > 0 and part["max"].max() > 50 * part["min"].min():
+        if quantity in _ERRORS and part["min"].min() > 0 and part["max"].max() > 50 * part["min"].min():  # wide
             axis.set_xscale("log")
         else:
             axis.axvline(0, color=draw.GREY, linewidth=0.6)

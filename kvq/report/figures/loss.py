@@ -53,7 +53,7 @@ def valley_table(records: Sequence[Record], store: Store) -> pd.DataFrame:
     wanted = [record for record in records if record.bits.isdecimal() and "delta_nll" in record.metrics]
     wanted.sort(key=lambda r: (label(r), int(r.bits)))
     steps = {after.key: before for before, after in itertools.pairwise(wanted) if label(before) == label(after)}
-    if len({record.bits for record in wanted}) < 3:
+    if len({record.bits for record in wanted}) < 3:  # widths, no curve
         return pd.DataFrame()
     comparisons = Comparisons(store.samples_of)
     tested = comparisons.compare_pairs([(after, steps[after.key]) for after in wanted if after.key in steps])
@@ -314,7 +314,7 @@ def split_variants(table: Table, _: Store | None = None) -> dict[tuple[str, str]
 @draw.register_figure("variants-{name}", "Variants of {what}: {where}", split_variants, of="table")
 def variants_figure(numbers: pd.DataFrame) -> Figure:
     """Bars of ΔNLL with standard errors, a panel for each width, the best on top."""
-    parts = [(bits, part.head(12)) for bits, part in numbers.groupby("bits", sort=False)][:4]
+    parts = [(bits, part.head(12)) for bits, part in numbers.groupby("bits", sort=False)][:4]  # bars, panels
     heights = [len(part) for _, part in parts]
     ratios, whole = [height + 1 for height in heights], 0.9 + sum(0.25 + 0.16 * height for height in heights)
     made, axes = draw.panels(2, whole, len(parts), 1, squeeze=False, height_ratios=ratios)
