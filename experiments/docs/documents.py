@@ -183,8 +183,12 @@ def _stand_ins(filled: Filled) -> Iterator[str]:
         yield counted(filled.cells)
     elif filled.experiment.runs and not filled.stand_ins:
         yield "0"
+    most = 0  # cells of the models before: a real one stands first
     for model, cells in filled.stand_ins.items():
-        yield f"{counted(cells)} on {model}"
+        measured = {tuple(cell.asked.labels.items()) for cell in cells if cell.value is not None}
+        if len(measured) > most:
+            most = len(measured)
+            yield f"{counted(cells)} on {model}"
 
 
 def _figures(count: int) -> str:
