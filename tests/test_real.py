@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from kvq.config import Config, compose, resolve
 from kvq.config.limits import file_hash
@@ -87,3 +87,12 @@ def test_gemma_is_the_file_that_is_meant_and_identity_is_exact(tmp_path: Path) -
     record = run(config)
     assert record.metrics["delta_nll"] == 0.0
     assert record.config["task"]["bos"] is True
+
+
+def test_tasks_that_size_their_prompts_have_the_tokenizer_of_a_gguf_file(tmp_path: Path) -> None:
+    lm_eval = pytest.importorskip("kvq.tasks.lm_eval")
+    given = ["model=smollm2_135m", "task=lm_eval", f"task.include_path={tmp_path}", "task.tasks=[own.yaml]"]
+    inputs = Inputs(resolve(compose(given)))
+    folder = lm_eval._manager(inputs, inputs.config.task, defaults=False).metadata["pretrained"]
+    text = "The quick brown fox"
+    assert AutoTokenizer.from_pretrained(folder)(text).input_ids == inputs.tokenizer(text).input_ids

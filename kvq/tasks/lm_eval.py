@@ -9,6 +9,7 @@ import math
 import os
 import random
 import sys
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -30,16 +31,14 @@ from kvq.tasks.lm_eval_model import CacheLM, check_settings
 from kvq.tasks.measurement import Baseline, Measurement, Task, items_fingerprint
 from kvq.tasks.reader import Reader, check_prefill
 
-# lm-eval's own seeds, so that prompts equal those of published results: of few-shot examples, and of what a task draws
-# as it loads (GPQA shuffles its choices).
+# lm-eval's own seeds, so that prompts equal those of published results: of few-shot examples and NumPy (RULER),
+# and of what a task draws as it loads (GPQA shuffles its choices).
 _FEWSHOT_SEED, _LOADING_SEED = 1234, 0
 # Task files of this package, and those of them whose items are a file of the user's.
 _OWN_FILES = Path(__file__).with_name("lm_eval_files")
 _FROM_FILE = {"ruler_file"}
-# Environment variable that metrics which execute code check.
-_CODE_LEAVE = "HF_ALLOW_CODE_EVAL"
-# Settings of a task that decide its prompts and scores.
-_DECIDING = (
+_CODE_LEAVE = "HF_ALLOW_CODE_EVAL"  # environment variable that metrics which execute code check
+_DECIDING = (  # settings of a task that decide its prompts and scores
     *("output_type", "description", "doc_to_text", "doc_to_target", "doc_to_choice", "process_docs", "process_results"),
     *("target_delimiter", "fewshot_delimiter", "num_fewshot", "generation_kwargs", "metric_list", "filter_list"),
     *("repeats", "gen_prefix", "metadata"),
@@ -72,11 +71,11 @@ def load_tasks(inputs: Inputs) -> tuple[dict[str, Any], dict[str, Part]]:
     out: dict[str, Any] = {}
     parts: dict[str, Part] = {}
     for name in task.tasks:
-        known = name in manager.all_tasks
-        if not known and Path(name) not in files:
+        if name not in manager.all_tasks and Path(name) not in files:
             raise ConfigError(f"task.tasks={name}: lm-eval has no task, group or tag of that name")
         try:
             random.seed(_LOADING_SEED)
+            np.random.seed(_FEWSHOT_SEED)
             loaded = manager.load([name])
         # Data comes by several libraries, each with errors of its own; to a user they are one.
         except Exception as error:
@@ -117,6 +116,10 @@ def _manager(inputs: Inputs, task: LmEvalConfig, defaults: bool) -> Any:
     from lm_eval.tasks import TaskManager
 
     metadata = {"pretrained": model_folder(inputs.config.model.path), **(task.metadata or {})}
+    if inputs.config.model.gguf is not None:  # a task that sizes its prompts reads a tokenizer from a folder
+        folder = inputs.shared("tokenizer folder", repr(inputs.config.model), tempfile.TemporaryDirectory)
+        inputs.tokenizer.save_pretrained(folder.name)
+        metadata["pretrained"] = folder.name
     if task.include_path and not Path(task.include_path).is_dir():
         raise ConfigError(f"task.include_path={task.include_path}: no such folder")
     folders = [task.include_path] if task.include_path else []
@@ -199,10 +202,9 @@ def measure(inputs: Inputs, method: Method, baseline: Baseline | None, journal: 
     metrics = {"score": mean_score(samples), **scores_of(samples, parts), **(metrics if task.repeats == 1 else {})}
     metrics |= costs([Scored(row["sample"], row["cost"]) for row in rows])
     metrics |= {"items": float(len(samples)), "skipped_items": 0.0, "odd_items": float(len(odd))}
-    sampled = bool((task.generation or {}).get("do_sample"))
     if baseline is not None:
         metrics |= compare(samples, baseline, task, "score")
-    elif task.noise_floor and not sampled:
+    elif task.noise_floor and not (task.generation or {}).get("do_sample"):
         again = model(config.seed, copies=2)
         again.prefix = "again/"
         metrics["noise_flips"] = changed_share(samples, evaluate(inputs, again)[0])
@@ -240,8 +242,7 @@ def evaluate(inputs: Inputs, model: Any) -> tuple[list[Sample], dict[str, float]
             fewshot_as_multiturn=task.chat_template,
             confirm_run_unsafe_code=task.allow_code,
         )
-    logged = sorted(found["samples"].items())
-    samples = [sample for name, rows in logged for sample in item_samples(name, rows, task)]
+    samples = [sample for name, rows in sorted(found["samples"].items()) for sample in item_samples(name, rows, task)]
     return samples, dict(_metrics_of(found["results"])), parts
 
 
@@ -274,10 +275,10 @@ def _metrics_of(results: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[str,
 
 
 def _quietly(action: Any, *arguments: Any, **settings: Any) -> Any:
-    """Call `action`, without lm-eval's own progress bars where there is no terminal to draw them on."""
+    """Call `action`, without what lm-eval itself prints where no terminal shows it."""
     if sys.stderr.isatty():
         return action(*arguments, **settings)
-    with contextlib.redirect_stderr(io.StringIO()):
+    with contextlib.redirect_stderr(io.StringIO()), contextlib.redirect_stdout(io.StringIO()):
         return action(*arguments, **settings)
 
 
