@@ -209,6 +209,7 @@ def test_groups_composed_apart_are_the_run_composed_whole() -> None:
         ("model=hf", "model.path=a/b", "model.dtype=float16", "task=memory", "task.lengths=[1024]"),
         ("seed=3",),
         ("model=tiny", "method=kivi", "method.values_of=nsnquant", "bits=2"),
+        ("method=oscar", "bits=2", "+method.key.stages.undo_rope={_target_:kvq.codecs.UndoRope}"),
     )
     for run in runs:
         whole = resolve(compose(list(run)))
