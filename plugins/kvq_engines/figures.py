@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -85,16 +84,17 @@ def pairs_figure(numbers: pd.DataFrame) -> Figure:
 
     order = numbers[numbers["keys"] == numbers["values"]].sort_values("bits", ascending=False)["keys"]
     names = list(dict.fromkeys(["fp16", *order, *numbers["keys"], *numbers["values"]]))
-    short = [name.rpartition("llamacpp_")[2].removeprefix("engine/") for name in names]
-    made, axes = panels(2, 1.3 + 0.2 * len(names), 1, len(PAIR_METRICS))
+    engines = {name.partition("_")[0] for name in names if name != "fp16"}
+    shared = f"{engines.pop()}_" if len(engines) == 1 else "engine/"
+    short = [name.removeprefix(shared) for name in names]
+    made, axes = panels(2, 1.3 + 0.2 * len(names) + 0.05 * max(map(len, short)), 1, len(PAIR_METRICS))
     for axis, (metric, title) in zip(axes, PAIR_METRICS.items(), strict=True):
         grid = numbers.pivot(index="keys", columns="values", values=metric).reindex(index=names, columns=names)
         cells = grid.to_numpy(dtype=float)
-        most = float(np.nanmax(cells))
-        scale = LogNorm(max(most / 1000, 1e-4), most)
+        scale = LogNorm(max(np.nanmax(cells) / 1000, 1e-4), np.nanmax(cells))
         draw_heat(axis, np.clip(cells, scale.vmin, None), norm=scale, cmap="viridis_r")
         for (row, column), value in np.ndenumerate(cells):
-            if not math.isnan(value):
+            if not np.isnan(value):
                 ink = "white" if scale(max(value, scale.vmin)) > 0.4 else "black"
                 axis.text(column, row, f"{value:.3f}", ha="center", va="center", fontsize=4.5, color=ink)
         axis.set_yticks(range(len(names)), short)
