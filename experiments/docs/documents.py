@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -111,10 +111,18 @@ def _refusal(run: Overrides) -> str:
 
 def counted(cells: Sequence[Shown]) -> str:
     """How many of the cells have a number, of those whose runs give one; a cell that machines share counts once."""
-    measurable = [cell for cell in cells if not (cell.reason or "").startswith(NO_METRIC)]
-    found = {tuple(cell.asked.labels.items()): False for cell in measurable}
-    found |= {tuple(cell.asked.labels.items()): True for cell in measurable if cell.value is not None}
-    return f"{sum(found.values())} of {len(found)}"
+    measurable = _apart(cell for cell in cells if not (cell.reason or "").startswith(NO_METRIC))
+    return f"{_count_measured(cells)} of {len(measurable)}"
+
+
+def _count_measured(cells: Iterable[Shown]) -> int:
+    """How many of the cells have a number; a cell that machines share counts once."""
+    return len(_apart(cell for cell in cells if cell.value is not None))
+
+
+def _apart(cells: Iterable[Shown]) -> set[tuple[tuple[str, str], ...]]:
+    """The labels of cells, each once."""
+    return {tuple(cell.asked.labels.items()) for cell in cells}
 
 
 class Rows:
@@ -185,9 +193,8 @@ def _stand_ins(filled: Filled) -> Iterator[str]:
         yield "0"
     most = 0  # cells of the models before: a real one stands first
     for model, cells in filled.stand_ins.items():
-        measured = {tuple(cell.asked.labels.items()) for cell in cells if cell.value is not None}
-        if len(measured) > most:
-            most = len(measured)
+        if (measured := _count_measured(cells)) > most:
+            most = measured
             yield f"{counted(cells)} on {model}"
 
 

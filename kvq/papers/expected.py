@@ -64,7 +64,7 @@ def experiment_of(name: str, present: Present = frozenset()) -> Experiment:
     jobs = sweep.jobs_of(cells, (), {})
     plain: dict[bool, set[sweep.Overrides]] = {True: set(), False: set()}
     for job in jobs:
-        rest = tuple(sorted(word for word in job if not word.lstrip("+").startswith(_OF_A_METHOD)))
+        rest = tuple(sorted(word for word in job if not word.lstrip("+~").startswith(_OF_A_METHOD)))
         plain["method=fp16" in job or not any(word.startswith("method=") for word in job)].add(rest)
     known = choices_in_use()["model"]
     small = sorted({model for model, _ in present if model in known and sweep.runs_anywhere(model)})
@@ -179,7 +179,7 @@ def resolved(run: sweep.Overrides) -> Config:
 
     `model.context` is null unless the run chooses a model.
     """
-    words = {part: tuple(word for word in run if word.lstrip("+").startswith(names)) for part, names in _PARTS.items()}
+    words = {part: tuple(word for word in run if word.lstrip("+~").startswith(names)) for part, names in _PARTS.items()}
     apart = {part: config for part, some in words.items() if some and (config := _resolve_part(part, some)) is not None}
     rest = tuple(word for word in run if not any(word in words[part] for part in apart))
     return replace(_resolve_rest(rest), **{name: setting for part in apart.values() for name, setting in part.items()})

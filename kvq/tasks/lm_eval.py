@@ -118,7 +118,8 @@ def _manager(inputs: Inputs, task: LmEvalConfig, defaults: bool) -> Any:
     metadata = {"pretrained": model_folder(inputs.config.model.path), **(task.metadata or {})}
     if inputs.config.model.gguf is not None:  # a task that sizes its prompts reads a tokenizer from a folder
         folder = inputs.shared("tokenizer folder", repr(inputs.config.model), tempfile.TemporaryDirectory)
-        inputs.tokenizer.save_pretrained(folder.name)
+        if not any(Path(folder.name).iterdir()):
+            inputs.tokenizer.save_pretrained(folder.name)
         metadata["pretrained"] = folder.name
     if task.include_path and not Path(task.include_path).is_dir():
         raise ConfigError(f"task.include_path={task.include_path}: no such folder")
@@ -172,8 +173,7 @@ def _plain(value: Any) -> Any:
 
 def measure(inputs: Inputs, method: Method, baseline: Baseline | None, journal: Journal) -> Measurement:
     """Run the tasks under `method`; a baseline is compared with item by item."""
-    config = inputs.config
-    task: LmEvalConfig = config.task
+    task: LmEvalConfig = inputs.config.task
     reader = Reader.of(inputs, method)
 
     def model(seed: int, copies: int = 1) -> CacheLM:
@@ -184,7 +184,7 @@ def measure(inputs: Inputs, method: Method, baseline: Baseline | None, journal: 
     odd: dict[str, str] = {}
     metrics: dict[str, float] = {}
     for repeat in range(task.repeats):
-        asked = model(config.seed + repeat)
+        asked = model(inputs.config.seed + repeat)
         samples, results, parts = evaluate(inputs, asked)
         drawn.append(samples)
         odd |= asked.odd
@@ -205,7 +205,7 @@ def measure(inputs: Inputs, method: Method, baseline: Baseline | None, journal: 
     if baseline is not None:
         metrics |= compare(samples, baseline, task, "score")
     elif task.noise_floor and not (task.generation or {}).get("do_sample"):
-        again = model(config.seed, copies=2)
+        again = model(inputs.config.seed, copies=2)
         again.prefix = "again/"
         metrics["noise_flips"] = changed_share(samples, evaluate(inputs, again)[0])
     return Measurement(metrics, units_of(metrics, dict.fromkeys(metrics, "1")), samples)
