@@ -95,7 +95,7 @@ def is_lower_better(name: str) -> bool:
 def units_of(names: Iterable[str], more: Mapping[str, str] | None = None) -> dict[str, str]:
     """Units of metrics; a part and a standard error have that of the whole. `more`: of those not listed here."""
     known = dict(more or {}) | {metric.name: metric.unit for metric in METRICS.values()}
-    found = {name: known.get(name) or known.get(name.partition("[")[0].removesuffix("_se")) for name in names}
+    found = {name: known.get(name.partition("[")[0].removesuffix("_se")) or known.get(name) for name in names}
     if lacking := [name for name, unit in found.items() if unit is None]:
         raise RecordError(f"metric '{lacking[0]}': no unit is known; add it to METRICS, kvq/results/metrics.csv")
     return {name: unit for name, unit in found.items() if unit is not None}

@@ -17,7 +17,7 @@ from pydantic import ValidationError
 from kvq.errors import RecordError
 from kvq.results import canonical, run_key
 from kvq.results.files import Journal
-from kvq.results.metrics import METRICS, units_of
+from kvq.results.metrics import units_of
 from kvq.results.record import dump_record, parse_record
 from tests.results import made
 
@@ -142,8 +142,8 @@ def test_parts_and_errors_have_the_unit_of_the_whole() -> None:
 def test_a_metric_without_an_entry_is_refused_or_has_the_unit_that_is_given() -> None:
     with pytest.raises(RecordError, match=r"^metric 'tries': no unit is known; add it to METRICS"):
         units_of(["accuracy", "tries"])
-    found = units_of(["tries", "tries[task=one]", "accuracy"], {"tries": "1", "accuracy": "1"})
-    assert found == {"tries": "1", "tries[task=one]": "1", "accuracy": METRICS["accuracy"].unit}
+    found = units_of(names := ("tries", "tries[task=one]", "accuracy", "accuracy_se"), dict.fromkeys(names, "1"))
+    assert found == {"tries": "1", "tries[task=one]": "1", "accuracy": "fraction", "accuracy_se": "fraction"}
 
 
 ROWS = [{"item": f"item {index}", "sample": {"score": index / 3}, "cost": {}} for index in range(5)]
