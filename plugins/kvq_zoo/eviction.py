@@ -17,6 +17,7 @@ from kvq.codecs.quantizers import checked_choice
 from kvq.errors import ConfigError, Unsupported, at_least, require
 from kvq.methods.mixed_precision import AttendedLayer
 from kvq.methods.policies import CHOOSES_TOKENS, Policy
+from kvq.models.layers import kv_layers_of
 
 Scores = Float[Tensor, "batch kv_heads tokens"]
 States = Float[Tensor, "batch kv_heads tokens dim"]
@@ -53,7 +54,7 @@ class Eviction(Policy, abc.ABC):
     setting = "eviction"
     does = "evicts tokens"
     needs = frozenset({"own_tokens", "any_position"})
-    excludes = CHOOSES_TOKENS | {"two_codecs", "all_at_once", "latent", "own_window", "sides_apart"}
+    excludes = CHOOSES_TOKENS | {"two_codecs", "all_at_once", "latent", "sides_apart"}
     observes = True
     """Needs the attention weights."""
 
@@ -84,7 +85,9 @@ class Eviction(Policy, abc.ABC):
         return None
 
     def wrap_layer(self, like: KVCacheLayer, layer: int, config: Any) -> KVCacheLayer:
-        """A layer that evicts."""
+        """A layer that evicts; `like`, which keeps its window's tokens, where it has a window and others have none."""
+        if like.window is not None and any(one.window is None for one in kv_layers_of(config)):
+            return like
         if self.when == "always" and (like.key.codec is not None or like.value.codec is not None):
             raise ConfigError("method.eviction.when=always: tokens cannot leave quantized blocks; use prompt")
         if getattr(config, "num_kv_shared_layers", None):
@@ -124,9 +127,8 @@ class StreamingLLM(Eviction):
 
     def keep(self, seen: Seen, allowed: int) -> Int[Tensor, "batch kv_heads kept"]:
         scores, tokens = seen.scores, seen.scores.shape[-1]
-        return torch.cat(
-            [_index_range(scores, 0, self.sinks), _index_range(scores, tokens - allowed + self.sinks, tokens)], -1
-        )
+        sinks = _index_range(scores, 0, self.sinks)
+        return torch.cat([sinks, _index_range(scores, tokens - allowed + self.sinks, tokens)], -1)
 
 
 class HeavyHitters(Eviction):
@@ -186,9 +188,8 @@ class SnapKV(Eviction):
     def keep(self, seen: Seen, allowed: int) -> Int[Tensor, "batch kv_heads kept"]:
         scores, tokens = seen.scores, seen.scores.shape[-1]
         before = scores[..., : tokens - self.window]
-        half = self.kernel // 2
         pooled = getattr(torch.nn.functional, f"{self.pool}_pool1d")
-        chosen = pooled(before, self.kernel, 1, half).topk(allowed - self.window, -1).indices
+        chosen = pooled(before, self.kernel, 1, self.kernel // 2).topk(allowed - self.window, -1).indices
         return torch.cat([chosen.sort(-1).values, _index_range(scores, tokens - self.window, tokens)], -1)
 
 
@@ -235,11 +236,10 @@ class EvictingLayer(AttendedLayer):
 
     def observe(self, attended: Attended) -> None:
         """Add the attention weights of a forward to the sums, then evict."""
-        rows = self.eviction.recent_rows(attended.query.shape[2])
-        if rows is None:
+        count = attended.query.shape[2]
+        if (rows := self.eviction.recent_rows(count)) is None:
             new = sum(weights.sum(-2).mean(2) for weights in attended.chunks())
         else:
-            count = attended.query.shape[2]
             new = attended.weights(torch.arange(count - rows, count, device=attended.query.device)).sum(-2).mean(2)
         assert isinstance(new, Tensor)
         self._add_received(new)

@@ -56,11 +56,10 @@ class TriAttention(Eviction):
 
     def wrap_layer(self, like: KVCacheLayer, layer: int, config: Any) -> KVCacheLayer:
         """A layer that evicts, and receives the rotations of its tokens."""
-        super().wrap_layer(like, layer, config)
-        key, value = (
-            RotatedSide(one.codec, one.residual, one.label, one.keep_decoded) for one in (like.key, like.value)
-        )
-        return CentredLayer(key, value, self)
+        if super().wrap_layer(like, layer, config) is like:
+            return like
+        sides = [RotatedSide(one.codec, one.residual, one.label, one.keep_decoded) for one in (like.key, like.value)]
+        return CentredLayer(sides[0], sides[1], self)
 
     def keep(self, seen: Seen, allowed: int) -> Int[Tensor, "batch kv_heads kept"]:
         return seen.scores.topk(allowed, -1).indices.sort(-1).values

@@ -15,7 +15,8 @@ from kvq.methods.policies import NEEDED, Policy
 from kvq.results.record import versions_of_method
 
 CHOSEN = "codecs_alone own_tokens packed_attention"
-ATTENDED = f"{CHOSEN} two_codecs all_at_once latent own_window sides_apart"
+EVICTS = f"{CHOSEN} two_codecs all_at_once latent sides_apart"
+ATTENDED = f"{EVICTS} own_window"
 TABLES = "uncalibrated two_codecs"
 
 LACKS = {
@@ -31,10 +32,10 @@ LACKS = {
     "qjl": "sides_alike same_stages two_codecs packed_attention",
     "kvquant_plus_plus/gqa": "codecs_alone fixed_bits",
     "oscar merge_rotation=true": "codecs_alone sides_apart",
-    "h2o": f"{ATTENDED} several_tokens",
-    "triattention": f"{ATTENDED} several_tokens",
-    "snapkv": f"{ATTENDED} no_prompt chunked_prompt",
-    "streamingllm/kivi": f"sides_alike {ATTENDED} no_prompt chunked_prompt",
+    "h2o": f"{EVICTS} several_tokens",
+    "triattention": f"{EVICTS} several_tokens",
+    "snapkv": f"{EVICTS} no_prompt chunked_prompt",
+    "streamingllm/kivi": f"sides_alike {EVICTS} no_prompt chunked_prompt",
     "ott": f"{ATTENDED} prompt_at_once",
     "zipcache": f"{ATTENDED} prompt_at_once",
     "kvquant_plus_plus/tiers": f"{ATTENDED} prompt_at_once",

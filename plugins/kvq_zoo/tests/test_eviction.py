@@ -183,10 +183,25 @@ def test_generate_on_every_family_that_can(name, evicting):
     out = loaded.model.generate(tokens, past_key_values=cache, **settings)
     assert out.shape == (2, 22)
     assert cache.get_seq_length() == 21
-    assert cache.layers[0].key.tokens == (15 if "snapkv" in evicting else 10)
+    kept, windows = (15 if "snapkv" in evicting else 10), [layer.window for layer in cache.layers]
+    assert [layer.key.tokens for layer in cache.layers] == [21 if window else kept for window in windows]
+    assert any(window is None for window in windows)
 
 
-def test_a_window_that_would_matter_is_refused():
+@pytest.mark.parametrize("name", ["gemma2", "gemma3"])
+@pytest.mark.parametrize("evicting", ["streamingllm/prompt", "h2o/prompt", "snapkv/kivi", "triattention/prompt"])
+def test_layers_with_a_window_keep_it_where_others_have_none(name, evicting):
+    model, tokens, token = family(name).model, token_ids(40), token_ids(1)
+    cache, plain = (KVCache(model, method(evicting, f"eviction.budget={budget}")) for budget in (24, 64))
+    out, expected = ([model(piece, past_key_values=one).logits for piece in (tokens, token)] for one in (cache, plain))
+    assert torch.equal(out[0], expected[0])  # a prompt is read in full
+    assert not torch.equal(out[1], expected[1])
+    for layer, whole in zip(cache.layers, plain.layers, strict=True):
+        assert (layer.evicted, layer.key.tokens) == ((0, whole.key.tokens) if layer.window else (16, 25))
+    assert cache.nbytes < plain.nbytes
+
+
+def test_a_window_of_all_layers_that_would_matter_is_refused():
     loaded = family("mistral")
     cache = KVCache(loaded.model, kvq.build_method("streamingllm", head_dim=32, overrides=["eviction.budget=10"]))
     loaded.model(token_ids(20), past_key_values=cache)

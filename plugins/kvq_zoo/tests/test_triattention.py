@@ -185,7 +185,7 @@ def test_generate_on_families_with_and_without_rope(name: str, evicting: str) ->
     more: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
     out = loaded.model.generate(tokens, past_key_values=cache, attention_mask=torch.ones_like(tokens), **more)
     assert out.shape == (2, 22)
-    assert cache.layers[0].key.tokens == (10 if evicting == "triattention" else 15)
+    assert cache.layers[1].key.tokens == (10 if evicting == "triattention" else 15)
 
 
 @pytest.mark.parametrize("setting", ["every", "reach"])
