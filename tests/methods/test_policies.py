@@ -16,7 +16,6 @@ from kvq.results.record import versions_of_method
 
 CHOSEN = "codecs_alone own_tokens packed_attention"
 EVICTS = f"{CHOSEN} two_codecs all_at_once latent sides_apart"
-ATTENDED = f"{EVICTS} own_window"
 TABLES = "uncalibrated two_codecs"
 
 LACKS = {
@@ -36,9 +35,9 @@ LACKS = {
     "triattention": f"{EVICTS} several_tokens",
     "snapkv": f"{EVICTS} no_prompt chunked_prompt",
     "streamingllm/kivi": f"sides_alike {EVICTS} no_prompt chunked_prompt",
-    "ott": f"{ATTENDED} prompt_at_once",
-    "zipcache": f"{ATTENDED} prompt_at_once",
-    "kvquant_plus_plus/tiers": f"{ATTENDED} prompt_at_once",
+    "ott": f"{EVICTS} own_window prompt_at_once",
+    "zipcache": f"{EVICTS} own_window prompt_at_once",
+    "kvquant_plus_plus/tiers": f"{EVICTS} own_window prompt_at_once",
     "nsnquant": "any_position",
     "kvquant_plus_plus/product": "all_at_once",
     "spinquant": TABLES,

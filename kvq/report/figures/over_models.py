@@ -234,8 +234,8 @@ def stand_in_table(records: Sequence[Record]) -> pd.DataFrame:
 
 
 def losses_of(records: Sequence[Record]) -> pd.DataFrame:
-    """One line per model, scoring and method, of the protocol with most runs."""
-    losses = pd.DataFrame(filter(None, map(_loss_line, records)))
+    """One line per model, scoring and method, of the protocol with most runs; without pairs of two methods."""
+    losses = pd.DataFrame(filter(None, (_loss_line(record) for record in records if "+" not in record.method)))
     if losses.empty:
         return losses
     size = losses.groupby(["model", "scoring", "protocol"])["method"].transform("size")

@@ -41,7 +41,7 @@ from kvq.report.figures.error import (
 from kvq.report.figures.every import drawings
 from kvq.report.figures.every import main as figures_main
 from kvq.report.figures.loss import valley_table
-from kvq.report.figures.over_models import dispersion_table, scatter_figure, split_scatters
+from kvq.report.figures.over_models import dispersion_table, losses_of, scatter_figure, split_scatters
 from kvq.results import Store
 from tests.report import sweeps
 from tests.report.diagnosed import drawn, put
@@ -149,6 +149,10 @@ def test_a_valley_is_found_beyond_noise_alone(tmp_path: Path) -> None:
     assert table["step"].iloc[2] == pytest.approx(0.8, abs=0.02)
     paths = drawn(store, tmp_path / "figures")
     assert {path.suffix for path in paths if path.stem.startswith("widths")} == {".csv", ".pdf", ".png"}
+
+
+def test_a_pair_of_two_methods_is_no_method_of_its_own(committed: Any) -> None:
+    assert not losses_of(committed[0])["method"].str.contains("+", regex=False).any()
 
 
 def test_dispersion_goes_with_failure_over_models(tmp_path: Path) -> None:
