@@ -47,7 +47,7 @@ SETTINGS = (
     "oscar/",
     *(f"nsnquant/{name}" for name in ("figure4", "figure8", "table15", "table20", "table21", "table3", "table7")),
     *(f"kvquant_plus_plus/{name}" for name in ("9_2", "9_5", "3_5_text")),
-    "embedded/round_weights",
+    *("embedded/round_weights", "task=ppl/nsnquant_table15"),
     *(f"real/{name}" for name in ("allocated", "eviction", "layers", "niah", "residual", "round_weights", "tails")),
     "method.calibration.path=",
     "method.calibration.samples=",
