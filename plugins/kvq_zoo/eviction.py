@@ -64,10 +64,7 @@ class Eviction(Policy, abc.ABC):
         at_least("least", least, 1)
         self.budget, self.least = budget, least
         self.when: When = checked_choice(When, when, "when")
-        if self.when == "prompt":
-            self.excludes |= {"no_prompt", "chunked_prompt"}
-        else:
-            self.excludes |= {"several_tokens"}
+        self.excludes |= {"no_prompt", "chunked_prompt"} if self.when == "prompt" else {"several_tokens"}
 
     def _require_tokens(self, tokens: int, what: str) -> None:
         """Raise `ConfigError` where the budget (or `least`) is below `tokens`, of which `what` are all but one."""
@@ -92,6 +89,10 @@ class Eviction(Policy, abc.ABC):
             raise ConfigError("method.eviction.when=always: tokens cannot leave quantized blocks; use prompt")
         if getattr(config, "num_kv_shared_layers", None):
             raise Unsupported("method.eviction: layers of this model read the keys and values of earlier ones")
+        return self.make_layer(like)
+
+    def make_layer(self, like: KVCacheLayer) -> EvictingLayer:
+        """The layer that evicts, over sides as those of `like`."""
         return EvictingLayer(like.key, like.value, self)
 
     @abc.abstractmethod

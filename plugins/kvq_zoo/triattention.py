@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from jaxtyping import Complex, Float, Int
@@ -54,10 +54,8 @@ class TriAttention(Eviction):
         at_least("reach", reach, 1)
         self.every, self.reach = every, reach
 
-    def wrap_layer(self, like: KVCacheLayer, layer: int, config: Any) -> KVCacheLayer:
+    def make_layer(self, like: KVCacheLayer) -> EvictingLayer:
         """A layer that evicts, and receives the rotations of its tokens."""
-        if super().wrap_layer(like, layer, config) is like:
-            return like
         sides = [RotatedSide(one.codec, one.residual, one.label, one.keep_decoded) for one in (like.key, like.value)]
         return CentredLayer(sides[0], sides[1], self)
 
