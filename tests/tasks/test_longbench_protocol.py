@@ -79,7 +79,7 @@ def code(given: str, reference: str) -> float:
     return round(100 * difflib.SequenceMatcher(None, line, reference).ratio()) / 100 if line and reference else 0.0
 
 
-PIECES = "    return total|return self.total|# a comment|// b|```|x = 1|def f(x):| ".split("|") + ["\n", "\n\n"]
+PIECES = [*"    return total|return self.total|# a comment|// b|```|x = 1|def f(x):| ".split("|"), "\n", "\n\n"]
 
 
 @pytest.mark.parametrize("name", ["lcc", "repobench-p"])
