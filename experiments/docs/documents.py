@@ -191,10 +191,10 @@ def _stand_ins(filled: Filled) -> Iterator[str]:
         yield counted(filled.cells)
     elif filled.experiment.runs and not filled.stand_ins:
         yield "0"
-    most = 0  # cells of the models before: a real one stands first
+    most = 0  # cells of the real models, all of which are said; an embedded one only where it has more
     for model, cells in filled.stand_ins.items():
-        if (measured := _count_measured(cells)) > most:
-            most = measured
+        if not is_embedded(model) or _count_measured(cells) > most:
+            most = max(most, _count_measured(cells))
             yield f"{counted(cells)} on {model}"
 
 
