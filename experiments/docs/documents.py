@@ -195,7 +195,7 @@ def _stand_ins(filled: Filled) -> Iterator[str]:
     for model, cells in filled.stand_ins.items():
         if not is_embedded(model) or _count_measured(cells) > most:
             most = max(most, _count_measured(cells))
-            yield f"{counted(cells)} on {model}"
+            yield f"{model} {counted(cells).replace(' of ', '/')}"
 
 
 def _figures(count: int) -> str:
