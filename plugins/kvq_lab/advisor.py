@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from kvq.cache.layer import outside
 from kvq.config import Config, compose, resolve
 from kvq.config.explain import COMPOSE_ERRORS, choices, composed
 from kvq.config.run import EMBEDDED
@@ -229,7 +230,7 @@ class Advisor:
         tables = self.table_bytes(record)
         size = cache_bytes(self.shape, record.method, record.bits, self.question.context)
         if size is None and "bits_per_element" in record.metrics:  # bits that no closed form has, as measured
-            size = token_elements(self.shape) * self.question.context * record.metrics["bits_per_element"] / 8
+            size = held_elements(self.shape, self.question.context) * record.metrics["bits_per_element"] / 8
         return None if size is None or tables is None else size * self.question.batch + tables
 
     def table_bytes(self, record: Record) -> float | None:
@@ -244,13 +245,12 @@ class Advisor:
     def _command_line(self, record: Record) -> str:
         """The line to paste: of an engine, of a pair `A+B` with the keys of A and the values of B, or of a run."""
         bits = [f"bits={record.bits}"] if record.bits else []
-        names = record.method.split("+")
-        lines = [resolve(compose([f"method={name}", *bits])).method.serve or "" for name in names]
+        lines = [_config_of(name, record.bits).method.serve or "" for name in record.method.split("+")]
         apart = [re.fullmatch(r"(.* -ctk )(\S+)( -ctv )(\S+)", line) for line in (lines[0], lines[-1])]
         if apart[0] and apart[1] and apart[0][1] == apart[1][1]:
             return f"{apart[0][1]}{apart[0][2]}{apart[0][3]}{apart[1][4]}"
-        method = " method.values_of=".join([f"method={names[0]}", *names[1:]])
-        return (lines[0] if len(names) == 1 else "") or " ".join(["python run.py", *self.question.model, method, *bits])
+        method = f"method={record.method}".replace("+", " method.values_of=")
+        return (lines[0] if len(lines) == 1 else "") or " ".join(["python run.py", *self.question.model, method, *bits])
 
     def _evidence_of(self, record: Record) -> str:
         """In words: on which model a record was measured, and whether in the engine or by a preset."""
@@ -275,7 +275,8 @@ def _preset(record: Record) -> tuple[str, str]:
 @functools.lru_cache(maxsize=512)
 def _config_of(name: str, bits: str) -> Config:
     """The configuration of a run of a method on the default model; the method's settings do not depend on it."""
-    return resolve(compose([f"method={name}", *([f"bits={bits}"] if bits else [])]))
+    method = f"method={name}".replace("+", " method.values_of=").split()  # of a pair `A+B`: keys of A, values of B
+    return resolve(compose([*method, *([f"bits={bits}"] if bits else [])]))
 
 
 @functools.lru_cache(maxsize=1024)
@@ -289,9 +290,10 @@ def cache_bytes(shape: CacheShape, name: str, bits: str, context: int) -> float 
         return None
 
 
-def token_elements(shape: CacheShape) -> int:
-    """Number of elements of the keys and values of one token, over all layers."""
-    return sum(kind.count * kind.heads * (kind.dim("key") + kind.dim("value")) for kind in shape.layers)
+def held_elements(shape: CacheShape, tokens: int = 1) -> int:
+    """Elements of the keys and values that all layers hold of `tokens` tokens; those with a window what is in it."""
+    held = ((kind, kind.dim("key") + kind.dim("value"), tokens - outside(tokens, kind.window)) for kind in shape.layers)
+    return sum(kind.count * kind.heads * dims * kept for kind, dims, kept in held)
 
 
 def table_bytes_at(record: Record, measured: CacheShape, other: CacheShape) -> float:
@@ -306,11 +308,11 @@ def table_bytes_at(record: Record, measured: CacheShape, other: CacheShape) -> f
 
     def joins(shape: CacheShape) -> float:
         if any(stage.get("layers") == "all" for stage in joined):
-            return token_elements(shape)
+            return held_elements(shape)
         heads = next((stage["heads_together"] for stage in joined if stage.get("heads_together")), None)
         return max(kind.head_dim * min(heads or kind.heads, kind.heads) for kind in shape.layers)
 
-    return size * token_elements(other) / token_elements(measured) * (joins(other) / joins(measured) if joined else 1.0)
+    return size * held_elements(other) / held_elements(measured) * (joins(other) / joins(measured) if joined else 1.0)
 
 
 def fp16_bytes(shape: CacheShape, context: int, batch: int) -> float:

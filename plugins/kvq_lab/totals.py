@@ -16,7 +16,7 @@ from kvq.report.figures.over_models import SCORINGS, stand_in_table
 from kvq.report.labels import keeps_first, label, method_departures
 from kvq.results import Record, Store
 from kvq.results.metrics import IN_FLIGHT, metric_of, total_bits
-from kvq_lab.advisor import table_bytes_at, token_elements
+from kvq_lab.advisor import held_elements, table_bytes_at
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -50,7 +50,7 @@ def totals_table(records: Sequence[Record], store: Store) -> pd.DataFrame:
             lines.append(line | at)
             if shape is not None or not tables:
                 size = table_bytes_at(record, shape, LARGER) if shape is not None and tables else 0.0
-                bits = record.metrics["bits_per_element"] + 8 * size / (token_elements(LARGER) * tokens)
+                bits = record.metrics["bits_per_element"] + 8 * size / (held_elements(LARGER) * tokens)
                 lines.append(line | at | {"shape": "8B", "tables": size, "total_bits": bits})
     return pd.DataFrame(lines)
 

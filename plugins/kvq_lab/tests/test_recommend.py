@@ -111,6 +111,14 @@ def test_a_pair_of_formats_has_the_line_of_both(store: Store, capsys: pytest.Cap
     assert "method=engine/llamacpp_q8_0 method.values_of=nsnquant" in capsys.readouterr().out.replace("...", "")
 
 
+def test_a_pair_takes_half_the_bytes_of_each_where_layers_have_windows() -> None:
+    shape = CacheShape((LayerKind(3, 1, 256), LayerKind(15, 1, 256, window=512)), None)
+    names = [f"engine/llamacpp_{one}" for one in ("q8_0", "q4_0", "q8_0+engine/llamacpp_q4_0")]
+    keys, values, pair = (recommend.cache_bytes(shape, name, "", 8192) or 0.0 for name in names)
+    assert 0 < pair == (keys + values) / 2
+    assert recommend.held_elements(shape, 8192) * 2 == recommend.cache_bytes(shape, "fp16", "", 8192)
+
+
 def test_what_it_rests_on(store: Store, capsys: pytest.CaptureFixture[str]) -> None:
     assert recommend.main([*CONTEXT, "engine=llamacpp", f"results={store.root}"]) == 0
     out = capsys.readouterr().out
