@@ -109,10 +109,10 @@ def _refusal(run: Overrides) -> str:
     return ""
 
 
-def counted(cells: Sequence[Shown]) -> str:
+def counted(cells: Sequence[Shown], of: str = " of ") -> str:
     """How many of the cells have a number, of those whose runs give one; a cell that machines share counts once."""
     measurable = _apart(cell for cell in cells if not (cell.reason or "").startswith(NO_METRIC))
-    return f"{_count_measured(cells)} of {len(measurable)}"
+    return f"{_count_measured(cells)}{of}{len(measurable)}"
 
 
 def _count_measured(cells: Iterable[Shown]) -> int:
@@ -195,7 +195,7 @@ def _stand_ins(filled: Filled) -> Iterator[str]:
     for model, cells in filled.stand_ins.items():
         if not is_embedded(model) or _count_measured(cells) > most:
             most = max(most, _count_measured(cells))
-            yield f"{model} {counted(cells).replace(' of ', '/')}"
+            yield f"{model} {counted(cells, '/')}"
 
 
 def _figures(count: int) -> str:

@@ -67,20 +67,22 @@ def make_cross_file(path: str, source: str, modules: dict[str, Path]) -> tuple[s
 
 def make_items() -> dict[str, list[dict[str, Any]]]:
     """All items of both subsets; the first of them are of all packages."""
-    items: dict[str, list[dict[str, Any]]] = {"lcc": [], "repobench-p": []}
-    modules = find_modules()
+    modules, seen = find_modules(), set()
+    whole, crossed = [], []
     for path, source in _read_held_out(modules):
-        if (whole := make_completion(source)) is not None:
-            items["lcc"].append({"context": whole[0], "input": "", "answers": [whole[1]]})
-        crossed = make_cross_file(path, source, modules)
+        if (one := make_completion(source)) is not None:
+            whole.append(_item(path, one[0], "", one[1]))
         # Modules whose names are deprecated all import one function, so each set of definitions is asked once.
-        if crossed is not None and crossed[0] not in {item["context"] for item in items["repobench-p"]}:
-            items["repobench-p"].append({"context": crossed[0], "input": crossed[1], "answers": [crossed[2]]})
-        for name in items:
-            for item in items[name][-1:]:
-                item.setdefault("_id", path)
-                item.setdefault("length", len(f"{item['context']} {item['input']}".split()))
-    return items
+        if (pair := make_cross_file(path, source, modules)) is not None and pair[0] not in seen:
+            seen.add(pair[0])
+            crossed.append(_item(path, *pair))
+    return {"lcc": whole, "repobench-p": crossed}
+
+
+def _item(path: str, context: str, before: str, answer: str) -> dict[str, Any]:
+    """An item in the fields of LongBench's files; `length` in words."""
+    length = len(f"{context} {before}".split())
+    return {"context": context, "input": before, "answers": [answer], "_id": path, "length": length}
 
 
 def _read_held_out(modules: dict[str, Path]) -> Iterator[tuple[str, str]]:
