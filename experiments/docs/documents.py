@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import re
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -191,11 +192,12 @@ def _stand_ins(filled: Filled) -> Iterator[str]:
         yield counted(filled.cells)
     elif filled.experiment.runs and not filled.stand_ins:
         yield "0"
-    most = 0  # cells of the real models, all of which are said; an embedded one only where it has more
-    for model, cells in filled.stand_ins.items():
+    most, models = 0, defaultdict[str, list[str]](list)  # models by their count
+    for model, cells in filled.stand_ins.items():  # all of the real models; an embedded one only where it has more
         if not is_embedded(model) or _count_measured(cells) > most:
             most = max(most, _count_measured(cells))
-            yield f"{model} {counted(cells, '/')}"
+            models[counted(cells, "/")].append(model)
+    yield from (f"{', '.join(names)}: {count}" for count, names in models.items())
 
 
 def _figures(count: int) -> str:

@@ -61,16 +61,19 @@ def model_path(name: str) -> str:
 choices_in_use = cache_by_folder(choices)
 
 
+def method_overrides(name: str, bits: str = "") -> list[str]:
+    """Overrides of a method as a record names it; a pair `kivi+nsnquant` is kivi with the values of nsnquant."""
+    keys, _, values = name.partition("+")
+    given = {"method": keys, "method.values_of": values, "bits": bits}
+    return [f"{setting}={value}" for setting, value in given.items() if value]
+
+
 @cache_by_folder
 def _compose_preset(group: str, name: str) -> Any:
-    """A configuration with a preset in it; None where the name has no file or it does not compose.
-
-    `kivi+nsnquant`: the method kivi with the values of nsnquant.
-    """
-    name, _, values = name.partition("+")
-    if name in choices_in_use()[group]:  # the name may be a record's, of no preset
+    """A configuration with a preset in it; None where the name has no file or it does not compose."""
+    if name.partition("+")[0] in choices_in_use()[group]:  # the name may be a record's, of no preset
         with contextlib.suppress(*COMPOSE_ERRORS):
-            return take_values(compose([f"{group}={name}", *([f"method.values_of={values}"] if values else [])]))
+            return take_values(compose(method_overrides(name) if group == "method" else [f"{group}={name}"]))
     return None
 
 
@@ -160,10 +163,8 @@ def _text(value: Any) -> str:
             value = json.loads(value)
         except ValueError:
             return value.rpartition(".")[2] if re.fullmatch(r"[\w.]+\.\w+", value) else value
-    if value is None:
-        return "none"
-    if isinstance(value, bool):
-        return "on" if value else "off"
+    if value is None or isinstance(value, bool):
+        return {None: "none", True: "on", False: "off"}[value]
     if isinstance(value, list):
         return ", ".join(_ranges(value) if all(type(one) is int for one in value) else map(_text, value)) or "none"
     return str(value)
@@ -220,11 +221,10 @@ def _residual_departures(ours: Any, theirs: Any) -> list[str]:
     """Words for a side's residual other than the preset's (`@residual sliding`); none unless both quantize the side."""
     if not isinstance(ours, Mapping) or not isinstance(theirs, Mapping):
         return []
-    policy, size, words = ours.get("policy"), ours.get("size"), []
+    policy, size = ours.get("policy"), ours.get("size")
     changed = [policy] if policy != theirs.get("policy") else []
     changed += [size] if size is not None and size != theirs.get("size") else []
-    if changed:
-        words.append(f"@residual {' '.join(map(str, changed))}")
+    words = [f"@residual {' '.join(map(str, changed))}"] if changed else []
     if ours.get("prefill_block") != theirs.get("prefill_block"):
         words.append(f"@prefill in {'one block' if ours.get('prefill_block') == 'whole' else 'blocks'}")
     return words

@@ -24,7 +24,7 @@ from kvq.report.comparisons import Comparisons, Verdicts, read_records, samples_
 from kvq.report.labels import BY_ENGINE
 from kvq.report.tables.layout import Row
 from kvq.results import Record, Store
-from kvq.results.presets import model_path, part_of
+from kvq.results.presets import method_overrides, model_path, part_of
 from kvq.results.statistics import fewest_to_differ
 from kvq.tasks.memory import check_shapes_suffice, rows_of
 from kvq_lab.leaderboard import decoding_tables
@@ -244,13 +244,12 @@ class Advisor:
 
     def _command_line(self, record: Record) -> str:
         """The line to paste: of an engine, of a pair `A+B` with the keys of A and the values of B, or of a run."""
-        bits = [f"bits={record.bits}"] if record.bits else []
         lines = [_config_of(name, record.bits).method.serve or "" for name in record.method.split("+")]
         apart = [re.fullmatch(r"(.* -ctk )(\S+)( -ctv )(\S+)", line) for line in (lines[0], lines[-1])]
         if apart[0] and apart[1] and apart[0][1] == apart[1][1]:
             return f"{apart[0][1]}{apart[0][2]}{apart[0][3]}{apart[1][4]}"
-        method = f"method={record.method}".replace("+", " method.values_of=")
-        return (lines[0] if len(lines) == 1 else "") or " ".join(["python run.py", *self.question.model, method, *bits])
+        run = ["python run.py", *self.question.model, *method_overrides(record.method, record.bits)]
+        return (lines[0] if len(lines) == 1 else "") or " ".join(run)
 
     def _evidence_of(self, record: Record) -> str:
         """In words: on which model a record was measured, and whether in the engine or by a preset."""
@@ -275,8 +274,7 @@ def _preset(record: Record) -> tuple[str, str]:
 @functools.lru_cache(maxsize=512)
 def _config_of(name: str, bits: str) -> Config:
     """The configuration of a run of a method on the default model; the method's settings do not depend on it."""
-    method = f"method={name}".replace("+", " method.values_of=").split()  # of a pair `A+B`: keys of A, values of B
-    return resolve(compose([*method, *([f"bits={bits}"] if bits else [])]))
+    return resolve(compose(method_overrides(name, bits)))
 
 
 @functools.lru_cache(maxsize=1024)

@@ -12,6 +12,7 @@ from kvq.config.identity import by_names
 from kvq.errors import ConfigError, RecordError
 from kvq.models.inputs import CacheShape, LayerKind
 from kvq.results import Record, Store, run_key
+from kvq.results.presets import method_overrides
 from kvq.results.record import versions_of
 from kvq_lab import advisor as recommend
 from tests.report import sweeps
@@ -39,8 +40,7 @@ def put(
     store: Store, name: str, bits: str, loss: float, noise: float, full: Record | None, model: str = "tiny"
 ) -> Record:
     """A run on record as a run of these settings would be."""
-    words = f"method={name}".replace("+", " method.values_of=").split()
-    config = resolve(compose([f"model={model}", *words, *([f"bits={bits}"] if bits else [])]))
+    config = resolve(compose([f"model={model}", *method_overrides(name, bits)]))
     settings = by_names(config)
     known = {
         "model": model,
