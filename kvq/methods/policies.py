@@ -249,7 +249,7 @@ class GqaCompensation(Policy):
     Source: KVQuant++ (`gqa`), +⌈log₄ g⌉ bits, cap 8.
     """
 
-    version: ClassVar[int] = 1
+    version: ClassVar[int] = 2
     setting = "gqa_compensation"
     does = "adds bits by the query heads of a model"
     needs = frozenset({"same_stages"})
@@ -263,8 +263,9 @@ class GqaCompensation(Policy):
 
     def for_model(self, method: Any, config: Any) -> Any:
         """The method with the bits of its codecs raised in every layer, and without this policy."""
-        extra = self.extra_bits(config)
+        extra, most = self.extra_bits(config), MOST_BITS
         codecs = {side: codec for side in ("key", "value") if (codec := getattr(method, side)) is not None}
-        more = {side: codec.with_more_bits(extra, MOST_BITS) for side, codec in codecs.items()}
+        more = {side: codec.with_more_bits(extra, most) for side, codec in codecs.items()}
+        bound = {side: [one and one.with_more_bits(extra, most) for one in own] for side, own in method.bound.items()}
         by_layer = tuple(self.for_model(one, config) for one in method.by_layer)
-        return replace(method.without_policies(self.setting), by_layer=by_layer, **more)
+        return replace(method.without_policies(self.setting), by_layer=by_layer, bound=bound, **more)

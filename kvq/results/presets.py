@@ -119,8 +119,7 @@ def departures(found: Settings, preset: Settings) -> list[str]:
     parts += _join_sides({side: _residual_departures(*(one.get(side) for one in residuals)) for side in SIDES}, " ")
     rest = [{name: part for name, part in method.items() if name not in SIDES} for method in (ours, theirs)]
     parts += _other_departures(*rest)
-    attention = found.get("attention")
-    return [*parts, *([] if attention is None else [f"{attention} attention"])]
+    return [*parts, *([f"{found['attention']} attention"] if found.get("attention") else [])]
 
 
 def label_with(name: str, words: Sequence[str]) -> str:

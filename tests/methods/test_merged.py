@@ -14,7 +14,7 @@ from kvq.errors import ConfigError, Unsupported
 from kvq.methods.policies import GqaCompensation
 from kvq.models.load import LoadedModel
 from kvq.results import run_key
-from tests.calibrated import build, random_states, sides
+from tests.calibrated import bound, build, random_states, sides
 from tests.random_models import in_double_precision, llama, token_ids
 
 FIRST = "model.layers.0.self_attn.v_proj.weight"
@@ -100,16 +100,16 @@ def test_extra_bits(shared, extra):
     assert GqaCompensation().extra_bits(SimpleNamespace(num_attention_heads=8)) == 0
 
 
-@pytest.mark.parametrize("name", ["kvquant_plus_plus/gqa", "kvquant_plus_plus", "rtn"])
-@pytest.mark.parametrize("bits", [2, 7, 8])
+UNCALIBRATED = [(name, bits) for name in ("kvquant_plus_plus/gqa", "kvquant_plus_plus", "rtn") for bits in (2, 7, 8)]
+
+
+@pytest.mark.parametrize(("name", "bits"), [*UNCALIBRATED, ("kvquant_plus_plus/outliers", 2)])
 def test_measured_bits_hold_them(name, bits):
-    """One bit for 2 query heads of a KV head, at most 8."""
+    """One bit for 2 query heads of a KV head, at most 8; also in layers with tables of their own."""
     model = llama(layers=1, head_dim=64, kv_heads=2)
     assert model.config.num_attention_heads == 4
-    on, off = (
-        kvq.KVCache(model, kvq.build_method(name, bits, 64, ["residual.size=32", f"gqa_compensation={flag}"]))
-        for flag in ("true", "false")
-    )
+    methods = (kvq.build_method(name, bits, 64, ["residual.size=32", f"gqa_compensation={on}"]) for on in (True, False))
+    on, off = (kvq.KVCache(model, bound(method, random_states(2, 64, 64), layers=1)) for method in methods)
     for cache in (on, off):
         with torch.no_grad():
             model(input_ids=token_ids(64), past_key_values=cache)
