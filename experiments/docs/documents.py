@@ -170,7 +170,7 @@ class Rows:
         never = [f"{count} of {len(one.cells)} cells: {reason}" for count, one, reason in refused]
         why = [item.none, *problems, *never[:1], *(reason.replace(" cells: ", ": ", 1) for reason in never[1:])]
         said = "; ".join(escape_markdown(reason) for reason in dict.fromkeys(filter(None, why)))
-        cells = [escape_markdown(item.name), ", ".join(here), composes, ", ".join(real), ", ".join(small), said]
+        cells = [escape_markdown(item.name), ", ".join(here), composes, ", ".join(real), "; ".join(small), said]
         return [cell or DASH for cell in cells]
 
     def _filled(self, name: str) -> Filled:
