@@ -167,8 +167,8 @@ class Rows:
             drawn = [sum(counts) for counts in zip(*map(self._drawn, item.figures), strict=True)]
             real, small = ([*texts, _figures(count)] for texts, count in zip((real, small), drawn, strict=True))
         refused = [(count, one, reason) for one in found for reason, count in count_refused(one.cells).items()]
-        never = [f"{count} of {len(one.cells)} cells: {reason}" for count, one, reason in refused]
-        why = [item.none, *problems, *never[:1], *(reason.replace(" cells: ", ": ", 1) for reason in never[1:])]
+        never = [f"{n} of {len(one.cells)}{' cells' * (not i)}: {reason}" for i, (n, one, reason) in enumerate(refused)]
+        why = [item.none, *problems, *never]
         said = "; ".join(escape_markdown(reason) for reason in dict.fromkeys(filter(None, why)))
         cells = [escape_markdown(item.name), ", ".join(here), composes, ", ".join(real), "; ".join(small), said]
         return [cell or DASH for cell in cells]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -280,12 +280,16 @@ class Method:
         """A copy whose stages are adapted to a model with this transformers text configuration (`Stage.for_model`)."""
         if not self.depends_on_model:
             return self
-
-        key, value = (
-            codec and codec.with_stages([(name, stage.for_model(config)) for name, stage in codec.stages])
-            for codec in (self.key, self.value)
+        return self.map_codecs(
+            lambda one: one.with_stages((name, stage.for_model(config)) for name, stage in one.stages)
         )
-        return replace(self, key=key, value=value)
+
+    def map_codecs(self, change: Callable[[Codec], Codec]) -> Method:
+        """A copy with `change` made to each codec, also to those of single layers (`by_layer`, `bound`)."""
+        bound = {side: [codec and change(codec) for codec in codecs] for side, codecs in self.bound.items()}
+        by_layer = tuple(one.map_codecs(change) for one in self.by_layer)
+        key, value = (codec and change(codec) for codec in (self.key, self.value))
+        return replace(self, key=key, value=value, bound=bound, by_layer=by_layer)
 
     def _build_layer(self, place: int, held: Sequence[KvLayer], keep_decoded: bool) -> KVCacheLayer:
         """Build the empty cache layer of attention `held[place]`.

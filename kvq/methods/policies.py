@@ -263,9 +263,5 @@ class GqaCompensation(Policy):
 
     def for_model(self, method: Any, config: Any) -> Any:
         """The method with the bits of its codecs raised in every layer, and without this policy."""
-        extra, most = self.extra_bits(config), MOST_BITS
-        codecs = {side: codec for side in ("key", "value") if (codec := getattr(method, side)) is not None}
-        more = {side: codec.with_more_bits(extra, most) for side, codec in codecs.items()}
-        bound = {side: [one and one.with_more_bits(extra, most) for one in own] for side, own in method.bound.items()}
-        by_layer = tuple(self.for_model(one, config) for one in method.by_layer)
-        return replace(method.without_policies(self.setting), by_layer=by_layer, bound=bound, **more)
+        extra, others = self.extra_bits(config), method.without_policies(self.setting)
+        return others.map_codecs(lambda codec: codec.with_more_bits(extra, MOST_BITS))
