@@ -177,10 +177,10 @@ def before_rope(codec: Codec) -> Codec | None:
     return codec.with_stages([("before_rope", UndoRope()), *codec.stages])
 
 
-def reconstruct(codec: Codec, x: States, block: int | None, rope: Rope | None) -> States:
-    """The decoded states of a cache that quantizes all tokens in blocks of `block` tokens (None: one block)."""
-    rotation = rope if codec.uses_rope else None
-    return codec.decode(codec.encode(x, block, rotation), rotation)
+def reconstruct(codec: Codec, x: States, block: int | None, rope: Rope | None, sinks: int = 0) -> States:
+    """States of a cache that quantizes all but `sinks` first tokens in blocks of `block` tokens (None: one block)."""
+    rotation = rope.narrow(sinks, rope.tokens - sinks) if codec.uses_rope and rope is not None else None
+    return torch.cat([x[:, :, :sinks], codec.decode(codec.encode(x[:, :, sinks:], block, rotation), rotation)], 2)
 
 
 def token_norms(x: States) -> Float[Tensor, "batch heads tokens"]:

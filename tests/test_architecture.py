@@ -78,9 +78,7 @@ def test_imports_go_one_way(path: Path) -> None:
 
 def test_no_two_files_import_each_other() -> None:
     """Nor do more of them in a ring; imports for type checkers alone count too."""
-    files = {
-        ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path for path in sources()
-    }
+    files = {".".join(one.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): one for one in sources()}
     house = networkx.DiGraph()
     for name, path in files.items():
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):

@@ -47,6 +47,7 @@ FORMS = [
     (["--config-dir", "nowhere"], "'.*nowhere' not found"),
     (["--config-dir", "x" * 300], "--config-dir='x+'...: File name too long"),
     (["-m", "method=nsn,nns", "bits=2,3"], "method=nns: unknown method.*Did you mean 'nsn'"),
+    (["-m", "method=nsn,kivi", "method.key.stages.norm=null"], "norm: unknown setting with method=kivi; .* has none"),
     (["-m", "method=nsn,kivi", "bts=2,3"], "bts: unknown setting; .*Did you mean 'bits'"),
 ]
 VALUES = [
@@ -154,6 +155,15 @@ VALUES = [
     ),
     (["method=kvquant_plus_plus/delta", "bits=1"], "bits=1: kvquant_plus_plus/delta does 2 to 8 bits"),
     (["method=kvquant_plus_plus/attention", "bits=2"], "bits=2: kvquant_plus_plus/attention does 3 to 7 bits"),
+    (["+experiment=real/longbench", "task.chat_template=true"], r"chat_template: unknown .*: \+\+task.chat_template="),
+    (["task=memory", "method=turboquant_plus"], "task=memory: full_precision_layers of turboquant_plus keeps"),
+    (["task=tni", "method=kitty"], "task=tni: sink_tokens of kitty keeps"),
+    (["task=error", "method=rtn", "method.bits_by_layer.key=[[2,3],2]"], "bits_by_layer: bits of single heads"),
+    (
+        ["task=latency", "task.contexts=[99]", "task.regimes=[per_head]", "method=kvquant_plus_plus/huffman"],
+        "task.regimes: a codec of",
+    ),
+    (["residual=sliding", "residual.size=16", "task.scoring=parallel"], "residual.size=16: scoring=parallel has"),
     (["method=h2o", "method.eviction.budget=0"], "method.eviction of h2o: budget=0"),
     (["method=h2o", "method.eviction.budgt=0.5"], "method.eviction.budgt: .*Did you mean 'budget'"),
     (["method=streamingllm", "method.eviction.sinks=9", "method.eviction.budget=9"], "sinks alone are 9 tokens"),
@@ -163,7 +173,7 @@ VALUES = [
     (["method.kept_keys.text=[a]"], "Did you mean 'texts'"),
     (["method=kvquant/sink", "method.kept_keys.texts=[a]"], "method=kvquant/sink .kept_keys.: sink_tokens of"),
     (["method.kept_keys.texts=[a]", "task=error"], "task=error: kept_keys of kivi keeps keys of chosen tokens; needs"),
-    (["method.calibration.tokens=3"], "method.calibration.tokens=3: at least one of each of 16 samples"),
+    (["method.calibration.tokens=3"], "method.calibration.tokens=3: at least 1 of each of 16 samples"),
     (["method.calibration.split=test"], "method.calibration.split=test: never the text under test"),
     (["method.calibration.dataset=pydocs"], "method.calibration.dataset=pydocs: kivi calibrates nothing"),
     (["method=kvquant", "method.key.quantizer.outliers=0.9"], "outliers=0.9: a share of the entries"),

@@ -28,7 +28,7 @@ from kvq.cache.packed import use_packed_attention
 from kvq.cache.padded import PaddableCache
 from kvq.cache.rotary import RopeTable, angles, styles_of
 from kvq.codecs.codec import isolated
-from kvq.errors import ConfigError, Unsupported
+from kvq.errors import ConfigError, Unsupported, require
 from kvq.models.layers import kv_layers_of, window_of
 from kvq.models.load import LoadedModel, unwrapped
 
@@ -66,6 +66,7 @@ class KVCache(PaddableCache, WatchfulCache):
         attention: str = "dense",
         dtype: torch.dtype | None = None,
     ) -> None:
+        require(not isinstance(method, str), "method", method, "not a name: a method, as kvq.build_method makes it")
         if attention not in ATTENTIONS:
             raise ConfigError(f"attention={attention}: one of {', '.join(ATTENTIONS)}")
         if attention == "packed" and keep_decoded:

@@ -88,9 +88,7 @@ class RopeTable:
         else:
             cos, sin = tables
             if len(cos) > 1 and not all(torch.equal(part, part[:1].expand_as(part)) for part in (cos, sin)):
-                raise Unsupported(
-                    "position_ids: a method that undoes rotary embeddings needs the same for every sequence"
-                )
+                raise Unsupported("position_ids: a method that undoes RoPE needs the same for every sequence")
             rope = self.style.rope(cos[:1], sin[:1])
         before = self._parts or (None, None)
         self._parts = append_rows(before[0], rope.cos), append_rows(before[1], rope.sin)

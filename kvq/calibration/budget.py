@@ -156,9 +156,7 @@ def collect_joint(
     if (seen := len({layer for _, layer in sums})) != layers:
         raise Unsupported(f"model: {type(loaded.model).__name__} put keys of {seen} of {layers} layers away")
     if not all(own.tokens for own in sums.values()):
-        raise DataError(
-            f"calibration: windows of {windows.shape[1]} tokens, of which the first {left_out} are left out"
-        )
+        raise DataError(f"calibration: windows of {windows.shape[1]} tokens, the first {left_out} of them left out")
     return {place: sums[place].moments for place in sorted(sums)}
 
 

@@ -187,9 +187,7 @@ def check(inputs: Inputs, method: Method) -> None:
         return
     settings = inputs.config.method.calibration
     if not inputs.reads_weights:
-        raise Unsupported(
-            f"task={inputs.config.task.name}: reads no model, on which method={method.name} is calibrated"
-        )
+        raise Unsupported(f"task={inputs.config.task.name}: reads no model to calibrate method={method.name} on")
     for part in parts_of(settings):
         dataset_of(part)
     inputs.check_tokens(settings.length, f"method.calibration.length={settings.length}:")

@@ -315,6 +315,4 @@ def unpack_tokens(parts: Mapping[str, Tensor], widths: Mapping[str, int], tokens
 
 def pack_tokens(parts: Mapping[str, Tensor], widths: Mapping[str, int]) -> dict[str, Tensor]:
     """Inverse of `unpack_tokens`: the codes of consecutive tokens share bytes again."""
-    return {
-        name: pack(part, widths[name])[0] if widths[name] in PLANES else part.clone() for name, part in parts.items()
-    }
+    return {name: pack(x, widths[name])[0] if widths[name] in PLANES else x.clone() for name, x in parts.items()}

@@ -184,9 +184,7 @@ class ProductQuantizer(GroupedIndices):
 
     def decode(self, parts: Parts, shape: Size, dtype: torch.dtype) -> Float[Tensor, "batch blocks heads tokens dim"]:
         codes, books = unpack_parts(parts, self.code_bits, shape[-2]), self._books(parts, dtype)
-        return torch.stack(
-            [self.centroids_of(sequence, book[None]) for sequence, book in zip(codes, books, strict=True)]
-        )
+        return torch.stack([self.centroids_of(row, book[None]) for row, book in zip(codes, books, strict=True)])
 
     def score(self, parts: Parts, query: Queries, tokens: int) -> ByToken:
         """By a table of every entry's product with the queries' sub-vector, and one look-up for each index."""

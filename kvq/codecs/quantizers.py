@@ -80,9 +80,8 @@ class Quantizer(abc.ABC):
         """A copy with `extra` bits per code more, but at most `most`, also in each codec that it contains."""
         inner = {name: part for name, part in vars(self).items() if hasattr(part, "with_more_bits")}
         if not inner:
-            raise Unsupported(
-                f"{type(self).__name__}: has no bits to add; a Uniform, LloydMax or InnerProductQuantizer has"
-            )
+            others = "a Uniform, LloydMax or InnerProductQuantizer has"
+            raise Unsupported(f"{type(self).__name__}: has no bits to add; {others}")
         other = copy.copy(self)
         vars(other).update((name, part.with_more_bits(extra, most)) for name, part in inner.items())
         return other

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import ClassVar
 
 import torch
@@ -15,7 +15,7 @@ from kvq.codecs.calibrated import calibrated_parts
 from kvq.codecs.codec import Blocks, Codec, check_nested
 from kvq.codecs.packed import pack, unpack
 from kvq.codecs.quantizers import Parts, Quantizer, shared_group, with_prefix, without_prefix
-from kvq.codecs.stages import Rope, rope_table
+from kvq.codecs.stages import Rope, Stage, rope_table
 from kvq.errors import ConfigError, Unsupported, require
 
 TIER_BITS = 2
@@ -273,6 +273,9 @@ class HeadsCodec(Codec):
         """Least common multiple of the codecs' token groups; None: some codec's tokens share statistics of a block."""
         return shared_group([codec.token_group for codec in self._distinct])
 
+    def with_stages(self, stages: Iterable[tuple[str, Stage]], quantizer: Quantizer | None = None) -> Codec:
+        raise Unsupported("method.bits_by_layer: heads with bits of their own have stages of their own")
+
     def with_more_bits(self, extra: int, most: int) -> Codec:
         raised = {id(codec): codec.with_more_bits(extra, most) for codec in self._distinct}
         return HeadsCodec([None if codec is None else raised[id(codec)] for codec in self.codecs])
@@ -300,9 +303,7 @@ class HeadsCodec(Codec):
     def _split(self, states: Tensor) -> tuple[Tensor, ...]:
         """`[..., heads, tokens, dim]` split along heads: those of each codec, then those without one."""
         if states.shape[-3] != len(self.codecs):
-            raise Unsupported(
-                f"bits of {len(self.codecs)} heads in a layer of {states.shape[-3]}; one for each KV head"
-            )
+            raise Unsupported(f"bits of {len(self.codecs)} heads in a layer of {states.shape[-3]}; one for each head")
         return states[..., self._order, :, :].split([len(group) for group in self._groups], -3)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import re
 import sys
 import textwrap
@@ -79,7 +80,7 @@ def explain(error: Exception, overrides: Sequence[str], config_dir: str | Path |
         group, _, name = missing.partition("/")
         return unknown_choice(group, name, config_dir) if group in choices(config_dir) else one_line(error)
     if isinstance(error, OverrideParseException):
-        return f"{error.override}: cannot be read as setting=value"
+        return f"{error.override}: cannot be read as setting=value; `python run.py --help` lists commands"
     if isinstance(error, AssertionError):
         below = " ".join(word for word in overrides if "." in setting_of(word))
         return f"{below}: one of these is a setting of a group that is null here or has a value of its own"
@@ -123,6 +124,12 @@ def value_for_choice(overrides: Sequence[str], config_dir: str | Path | None = N
     return None
 
 
+def _values_of(override: str) -> list[str]:
+    """`setting=value` for each value of a sweep `setting=a,b`."""
+    name, _, value = override.partition("=")
+    return [override] if value[:1] in tuple("[{'\"") else [f"{name}={one}" for one in value.split(",")]
+
+
 def _unknown_key(key: str, overrides: Sequence[str], config_dir: str | Path | None) -> str:
     """The error line for a setting that no schema has, with the settings beside it and the most similar name."""
     groups = choices(config_dir)
@@ -133,13 +140,20 @@ def _unknown_key(key: str, overrides: Sequence[str], config_dir: str | Path | No
         return f"{key}={given}: not among the defaults; add it with +{key}={given}"
     parent, _, last = key.rpartition(".")
     beside: list[str] = []
-    rest = [override for override in overrides if setting_of(override) != key and "," not in override]
-    with contextlib.suppress(*COMPOSE_ERRORS):  # of another override
-        config = compose(rest, config_dir)
-        beside = list(map(str, OmegaConf.select(config, parent) or {} if parent else config))
+    found, swept, rest = None, "", [override for override in overrides if setting_of(override) != key]
+    for words in itertools.islice(itertools.product(*map(_values_of, rest)), _FEW):  # the first that lacks the setting
+        with contextlib.suppress(*COMPOSE_ERRORS):  # of another override
+            config = compose(words, config_dir)
+            found = OmegaConf.select(config, parent) if parent else config
+            beside, own = list(map(str, found or {})), f"{key.partition('.')[0]}="
+            swept = next((f" with {word}" for word in words if word.startswith(own) and word not in rest), "")
+            if last not in beside:
+                break
     hint = did_you_mean(last, [*beside, *([] if parent else groups)])
-    allowed = f"; {parent or 'the top level'} has {', '.join(beside)}." if beside else "."
-    return f"{key}: unknown setting{allowed}{hint}"
+    allowed = "." if found is None else f"; {parent or 'the top level'} has {', '.join(beside) or 'none'}."
+    if parent and any(override.startswith("+experiment=") for override in overrides):
+        allowed += f" A setting that all runs of the experiment have: ++{key}=..."
+    return f"{key}: unknown setting{swept}{allowed}{hint}"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

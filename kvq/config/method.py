@@ -206,9 +206,7 @@ class CalibrationConfig:
     def __post_init__(self) -> None:
         check_limits("method.calibration", self)
         if self.tokens is not None and self.tokens < self.samples:
-            raise ConfigError(
-                f"method.calibration.tokens={self.tokens}: at least one of each of {self.samples} samples"
-            )
+            raise ConfigError(f"method.calibration.tokens={self.tokens}: at least 1 of each of {self.samples} samples")
         if self.split == "test" and not self.allow_test_text:
             raise ConfigError("method.calibration.split=test: never the text under test; train, or null")
 

@@ -167,9 +167,7 @@ def all_choices(config_dir: str | Path | None = None) -> Iterator[Choice]:
 
 def add_option(parser: ArgumentParser) -> None:
     """Add `--config-dir` to a command that reads records: it finds what made them, and presets to name them by."""
-    parser.add_argument(
-        "--config-dir", type=Path, help="a further folder of configurations and modules, as run.py has it"
-    )
+    parser.add_argument("--config-dir", type=Path, help="another folder of configurations and modules, as in run.py")
 
 
 def register_tasks(folder: Path | None) -> None:

@@ -283,9 +283,7 @@ class KeptKeys(Policy):
         encoded = [tokenizer.encode(text, add_special_tokens=False) for text in self.texts]
         for text, ids in zip(self.texts, encoded, strict=True):
             if len(ids) != 1:
-                raise ConfigError(
-                    f"method.kept_keys.texts: '{text}' is {len(ids)} tokens of this model; each one token"
-                )
+                raise ConfigError(f"method.kept_keys.texts: '{text}' is {len(ids)} tokens of this model; one each")
         return replace(self, ids=tuple(int(ids[0]) for ids in encoded))
 
     def wrap_side(self, like: CacheSide, side: str, layer: int, layers: int) -> CacheSide:

@@ -120,9 +120,7 @@ class Method:
     def check_layers(self, layers: int) -> None:
         """Raise `ConfigError` if `by_layer` is for another number of layers than `layers`, that of the model."""
         if self.by_layer and len(self.by_layer) != layers:
-            raise ConfigError(
-                f"method.bits_by_layer: {len(self.by_layer)} numbers for a model with {layers} layers; one for each"
-            )
+            raise ConfigError(f"method.bits_by_layer: {len(self.by_layer)} numbers for {layers} layers; one for each")
 
     def codec(self, side: str, layer: int, layers: int) -> Codec | None:
         """The codec of `key` or `value` in one of `layers` layers; None where that layer stays in full precision.
@@ -139,9 +137,7 @@ class Method:
                 "kvq.bind_calibration(method, model, file) takes the file that this leaves in results/calibration"
             )
         if len(self.bound[side]) != layers:
-            raise Unsupported(
-                f"calibration of method={self.name}: of a model with {len(self.bound[side])} layers, not {layers}"
-            )
+            raise Unsupported(f"calibration of method={self.name}: for {len(self.bound[side])} layers, not {layers}")
         return self.bound[side][layer]
 
     def full_precision_indices(self, side: str, layers: int) -> set[int]:

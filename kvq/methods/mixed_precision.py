@@ -108,8 +108,13 @@ class OutlierTokens(MixedPrecision):
             raise ConfigError(f"method.token_policy.pool={self.pool}: below residual.size ({residual.key.size})")
 
     def wrap_layer(self, like: KVCacheLayer, layer: int, config: Any) -> KVCacheLayer:
-        """A `PoolLayer` with the settings of `like`; for the first `exempt_layers` layers, `like` itself."""
-        return like if layer < self.exempt_layers else PoolLayer(like, self)
+        """A `PoolLayer` with the settings of `like`; `like` itself in full precision and in the first layers."""
+        quantized = [side.codec is not None for side in (like.key, like.value)]
+        if layer < self.exempt_layers or not any(quantized):
+            return like
+        if not all(quantized):
+            raise ConfigError(f"method.token_policy: keys and values of layer {layer} change places; quantize both")
+        return PoolLayer(like, self)
 
 
 class Saliency(MixedPrecision):
@@ -288,9 +293,7 @@ class SaliencyLayer(PlannedLayer):
         )
         for side in (key, value):
             if not isinstance(side.codec, PlannedCodec) or not isinstance(side.codec.quantizer, TokenSplit):
-                raise ConfigError(
-                    "method.token_policy: Saliency needs a PlannedCodec over a TokenSplit for keys and values"
-                )
+                raise ConfigError("method.token_policy: Saliency needs a PlannedCodec over a TokenSplit on both sides")
         super().__init__(key, value)
         self.policy = policy
 

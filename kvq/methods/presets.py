@@ -14,7 +14,7 @@ from transformers.cache_utils import Cache, DynamicCache, EncoderDecoderCache
 
 from kvq.cache import KVCache
 from kvq.cache.hooks import named_arguments, stacks
-from kvq.errors import ConfigError
+from kvq.errors import ConfigError, require
 from kvq.methods.build import build_method
 from kvq.methods.method import Method
 from kvq.methods.policies import check_unrotated
@@ -118,6 +118,7 @@ def quantize(
     Raises:
         ConfigError, Unsupported: as `kvq.build_method` and `KVCache`, such as for a calibrated method without tables.
     """
+    require(isinstance(method, str | Method), "method", method, "a name, or a method of kvq.build_method")
     if overrides and not isinstance(method, str):
         raise ConfigError("quantize: overrides belong to a method by name, not to one that is built")
     chosen = method_for(model, method, bits, overrides) if isinstance(method, str) else method

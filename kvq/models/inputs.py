@@ -277,9 +277,7 @@ class Inputs:
         found: int | None = self.tokenizer.bos_token_id
         if found is None:
             setting, name = "model" if asked is None else "task", self.config.model.name
-            raise ConfigError(
-                f"{setting}.bos=true: the tokenizer of model={name} has no begin-of-text token; use false"
-            )
+            raise ConfigError(f"{setting}.bos=true: the tokenizer of model={name} has no BOS token; use false")
         return check_token_ids(self.tokenizer, [found])[0]
 
     @property

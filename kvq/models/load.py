@@ -265,9 +265,7 @@ def _check_logits(loaded: LoadedModel) -> Tensor:
     hidden = base_of(loaded.model)(input_ids=tokens, use_cache=False).last_hidden_state
     if not torch.allclose(loaded.logits(hidden), expected, rtol=1e-3, atol=1e-3, equal_nan=True):
         name = type(loaded.model).__name__
-        raise Unsupported(
-            f"model: {name} changes its logits after the output embedding, which scoring does not follow yet"
-        )
+        raise Unsupported(f"model: {name} changes its logits after the output embedding, which scoring does not follow")
     return expected
 
 

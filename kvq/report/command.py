@@ -18,9 +18,7 @@ from kvq.results.store import Broken, Store
 def parser_of(module: str, doc: str | None, out: str | None = None) -> argparse.ArgumentParser:
     """The options of `python -m <module>`: the results folder, `--config-dir`, and where `out` describes it `--out`."""
     parser = argparse.ArgumentParser(prog=f"python -m {module}", description=doc)
-    parser.add_argument(
-        "--results", type=Path, default=Path("results"), help="folder that holds runs/ (default: results)"
-    )
+    parser.add_argument("--results", type=Path, default=Path("results"), help="folder of runs/ (default: results)")
     if out is not None:
         parser.add_argument("--out", type=Path, help=out)
     plugins.add_option(parser)

@@ -261,9 +261,7 @@ def _run_data(place: int, row: Row, pool: ValuePool, metrics: Mapping[str, Metri
     bits = by_bits(record.bits)[0]
     provenance = record.provenance.model_dump(mode="json", exclude_unset=True)  # as in the file
     of_run = pool.add_parts({name: part for name, part in provenance.items() if name not in _OF_A_RUN})
-    run: dict[str, Any] = {
-        name: shown(getattr(record, name)) for name in ("key", "status", "task", "dataset", "method")
-    }
+    run: dict[str, Any] = {of: shown(getattr(record, of)) for of in ("key", "status", "task", "dataset", "method")}
     run |= {"model": shown(model_name(record.model)), "reason": shown(record.reason or "", 1000)}
     run |= {"name": shown(row.name), "bits": shown(row.bits), "order": None if bits == float("inf") else bits}
     run |= {name: getattr(row, name) for name in ("baseline", "best", "variant", "unquantized", "stale")}

@@ -272,10 +272,8 @@ def not_worse(lost: int, gained: int, items: int, margin: float) -> float:
     found = as_good(rates)
     worst = int(np.argmax(found))
     around = (rates[max(0, worst - 1)], rates[min(_NUISANCE, worst + 1)])
-    refined = scipy.optimize.minimize_scalar(
-        lambda rate: -float(as_good(np.array([rate]))[0]), bounds=around, method="bounded"
-    )
-    return float(min(1.0, max(found[worst], -refined.fun)))
+    best = scipy.optimize.minimize_scalar(lambda p: -float(as_good(np.array([p]))[0]), bounds=around, method="bounded")
+    return float(min(1.0, max(found[worst], -best.fun)))
 
 
 def _fewest_gains(losses: np.ndarray, observed: float, items: int, margin: float) -> np.ndarray:

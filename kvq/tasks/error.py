@@ -44,18 +44,19 @@ def reconstructions(
     before or after RoPE (`rope`), and whether these are all (`complete`).
     """
     found: list[tuple[dict[str, Any], dict[str, Tensor]]] = []
+    sinks = min(method.sink_tokens, layer.key.shape[2])
     for side in ("key", "value"):
-        codec: Codec | None = method.codec_of(side, layer.index)
+        codec: Codec | None = method.codec(side, layer.index, layer.count)
         if codec is None:
             continue
-        block, x = measurement.block_of(getattr(method.residual, side)), getattr(layer, side)
+        block, x = measurement.block_of(getattr(method.residual, side), codec), getattr(layer, side)
         tried = [(arm, arm.codec, "after") for arm in diagnostics.arms(codec, subsets)]
         if side == "key" and layer.rope is not None and not codec.uses_rope:
             before = [(arm, diagnostics.before_rope(arm.codec)) for arm, _, _ in tried]
             tried += [(arm, own, "before") for arm, own in before if own is not None]
         for arm, chain, rope in tried:
             case = {"side": side, "arm": arm.name, "rope": rope, "complete": arm.complete}
-            found.append((case, {side: diagnostics.reconstruct(chain, x, block, layer.rope)}))
+            found.append((case, {side: diagnostics.reconstruct(chain, x, block, layer.rope, sinks)}))
     if found:
         whole = {side: x for case, own in reversed(found) if case["complete"] for side, x in own.items()}
         found.append(({"side": "both", "arm": "complete", "rope": "after", "complete": True}, whole))
@@ -159,7 +160,7 @@ def measure_synthetic(inputs: Inputs, method: Method, baseline: Baseline | None,
     rows: list[dict[str, Any]] = []
     if (key := method.key) is not None:
         for lowness, outliers in itertools.product(task.lowness, task.outliers):
-            found = cell(key, task, measurement.block_of(method.residual.key), lowness, outliers)
+            found = cell(key, task, measurement.block_of(method.residual.key, key), lowness, outliers)
             rows.append({"kind": "plane", "lowness": lowness, "outliers": outliers, **found})
     metrics = {"cells": float(len(task.lowness) * len(task.outliers))}
     for name in ("error", "apart_error", "sink_error", "other_apart_error", "neighbour_apart_error"):
@@ -181,8 +182,7 @@ def check_synthetic(inputs: Inputs, method: Method) -> None:
 
 def check_error(inputs: Inputs, method: Method) -> None:
     """As `check_capture`; also raise `Unsupported` for a calibrated method, whose tables fit only all of its stages."""
-    measurement.check_capture(inputs, method)
-    method.check_needs("task=error", "uncalibrated")
+    measurement.check_capture(inputs, method, ("uncalibrated",))
 
 
 TASKS = {

@@ -306,7 +306,7 @@ def check_model(inputs: Inputs, method: Method) -> None:
     """Raise `ConfigError` for windows longer than the model takes, `Unsupported` for a method with policies."""
     inputs.check_context()
     check_known(inputs, method, drawn=False)
-    method.check_needs("task=model_states", "all_layers")
+    method.check_needs("task=model_states", "all_layers", "all_tokens")
 
 
 TASKS = {

@@ -7,7 +7,7 @@ import importlib
 import json
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
@@ -23,7 +23,7 @@ from kvq.cache import KVCache
 from kvq.cache.hooks import attentions, call_before
 from kvq.cache.observe import INTERFACE, hook_attention_functions, scaling_of
 from kvq.cache.rotary import angles, styles_of
-from kvq.codecs import CodedBlocks, HuffmanCodec, Rope
+from kvq.codecs import Codec, CodedBlocks, HeadsCodec, HuffmanCodec, Rope
 from kvq.config import Loader, TaskConfig
 from kvq.config.diagnostics import CaptureConfig
 from kvq.config.method import Policy, PrefillBlock, ResidualSide
@@ -32,6 +32,7 @@ from kvq.config.tasks import is_timed
 from kvq.diagnostics import AttentionRule
 from kvq.errors import ConfigError, DataError, Unsupported
 from kvq.methods.method import Method
+from kvq.methods.policies import Capability
 from kvq.models.inputs import Inputs
 from kvq.models.layers import places_of
 from kvq.models.load import LoadedModel, base_of
@@ -197,9 +198,10 @@ def storage_metrics(cache: KVCache, sequences: int) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class LayerStates:
-    """States of one layer for a window, as attention reads them; `rope`: rotations of the keys (None: no RoPE)."""
+    """States of layer `index` of `count`, as attention reads them; `rope`: rotations of the keys (None: no RoPE)."""
 
     index: int
+    count: int
     query: Float[Tensor, "1 heads tokens dim"]
     key: Float[Tensor, "1 kv_heads tokens dim"]
     value: Float[Tensor, "1 kv_heads tokens dim"]
@@ -235,7 +237,7 @@ def capture(
         style, table = styles[index][0], tables.get(index)
         rope = None if style is None or table is None else style.rope(table[0][:1], table[1][:1])
         rule = AttentionRule(scaling_of(module, query, given), given.get("sliding_window"), given.get("softcap"))
-        visit(LayerStates(index, query, key, value, rule, rope))
+        visit(LayerStates(index, len(styles), query, key, value, rule, rope))
 
     families = {type(module).__module__: module for module in modules}
     with ExitStack() as hooked:
@@ -264,14 +266,17 @@ def capture_windows(inputs: Inputs, visit: Callable[[LayerStates], None]) -> int
     return len(windows)
 
 
-def check_capture(inputs: Inputs, method: Method) -> None:
+def check_capture(inputs: Inputs, method: Method, needed: Sequence[Capability] = ()) -> None:
     """Raise `ConfigError` for windows longer than the model takes, `Unsupported` for a method with policies."""
-    method.check_needs(f"task={inputs.config.task.name}", "codecs_alone", "all_at_once")
+    method.check_needs(f"task={inputs.config.task.name}", "codecs_alone", "all_at_once", *needed)
+    if any(isinstance(codec, HeadsCodec) for at in method.by_layer for codec in (at.key, at.value)):
+        raise Unsupported("method.bits_by_layer: bits of single heads, whose stages have no common states")
     inputs.check_context()
 
 
-def block_of(side: ResidualSide) -> int | None:
-    """Tokens per block; None: all tokens, as in a prefill that is one block."""
-    if side.prefill_block is PrefillBlock.whole:
+def block_of(side: ResidualSide, codec: Codec) -> int | None:
+    """Tokens per block, under `sliding` whole groups of the codec's; None: all tokens, as in a prefill of one block."""
+    if side.prefill_block is PrefillBlock.whole or (side.policy is Policy.none and not side.size):
         return None
-    return 1 if side.policy is Policy.block and not side.size else side.size
+    group = (codec.token_group or 1) if side.policy is Policy.sliding else 1
+    return max(side.size // group, 1) * group

@@ -217,7 +217,8 @@ def measure(inputs: Inputs, method: Method, baseline: Baseline | None, journal: 
 
 def check_shapes_suffice(method: Method) -> None:
     """Raise `Unsupported` for a method whose bytes do not follow from its codecs and a model's shape alone."""
-    method.check_needs("task=memory", "codecs_alone", "all_at_once", "same_stages", "one_width", "all_tokens")
+    needed = ("codecs_alone", "all_at_once", "same_stages", "one_width", "all_layers", "all_tokens")
+    method.check_needs("task=memory", *needed)
 
 
 def check(inputs: Inputs, method: Method) -> None:

@@ -238,8 +238,8 @@ class Reader:
 
 def forward_tokens(cache: KVCache, most: int) -> int:
     """How many tokens, at most `most`, the next forward may take with the results of one token per forward."""
-    layer: Any = cache.kv_layers[0]
-    quantized = [side for side in (layer.key, layer.value) if side.codec is not None]
+    layers: Any = cache.kv_layers
+    quantized = [side for layer in layers for side in (layer.key, layer.value) if side.codec is not None]
     if steps(cache.method) or cache.is_parted:
         return 1
     if not quantized:

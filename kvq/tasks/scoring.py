@@ -24,7 +24,7 @@ from torch import Tensor
 from kvq.cache import KVCache
 from kvq.cache.hooks import masks_each_query
 from kvq.config.method import Policy, PrefillBlock, Residual, ResidualSide
-from kvq.errors import DataError
+from kvq.errors import ConfigError, DataError
 from kvq.methods.method import Method
 from kvq.models.load import LoadedModel
 from kvq.results.statistics import divergence_metrics
@@ -106,7 +106,12 @@ def forward_bounds(loaded: LoadedModel, method: Method, length: int) -> Bounds:
 
 
 def parallel_method(method: Method) -> Method:
-    """The method with residual `none` on both sides; block sizes stay."""
+    """The method with residual `none`, in the same blocks; `ConfigError` where these cut groups of tokens."""
+    for codec, side in zip((method.key, method.value), _sides(method.residual), strict=True):
+        group = 1 if codec is None else codec.token_group or 1
+        if side.policy is Policy.sliding and side.size % group:
+            does = f"blocks of {side.size} tokens, of which {method.name} quantizes {group} together"
+            raise ConfigError(f"residual.size={side.size}: scoring=parallel has {does}; give a multiple")
     return dataclasses.replace(method, residual=method.residual.for_parallel_scoring())
 
 
@@ -153,7 +158,8 @@ def score_continuation(
                 states, side._full = side._full.view, None
                 side._encode(states, None if whole else residual.size)
     hidden = loaded.hidden_states(tokens[:, prompt - 1 : -1], cache)
-    yield ScoredChunk(loaded.logits(hidden), tokens[:, prompt:])
+    for chunk, targets in zip(hidden.split(LOGIT_CHUNK, 1), tokens[:, prompt:].split(LOGIT_CHUNK, 1), strict=True):
+        yield ScoredChunk(loaded.logits(chunk), targets)
 
 
 def _sides(residual: Residual) -> tuple[ResidualSide, ResidualSide]:
@@ -197,9 +203,7 @@ def cut_windows(
             windows.append(Window(tokens if bos is None else torch.cat([first.to(tokens), tokens]), scored_from))
     if not windows:
         longest = max((int(stream.numel()) for stream in streams), default=0)
-        raise DataError(
-            f"dataset: the longest text has {longest} tokens, fewer than one window of task.context={context}"
-        )
+        raise DataError(f"dataset: longest text has {longest} tokens, fewer than one window: task.context={context}")
     return windows[:limit]
 
 

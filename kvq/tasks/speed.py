@@ -25,6 +25,7 @@ from kvq.cache import KVCache
 from kvq.cache.packed import PreallocatedCache
 from kvq.calibration import files
 from kvq.calibration.fit import bind_calibration
+from kvq.codecs import Codec
 from kvq.config import Config
 from kvq.config.diagnostics import LatencyConfig, References, Regime, SpeedConfig, ThroughputConfig
 from kvq.config.run import Attention
@@ -224,6 +225,9 @@ def check_latency(inputs: Inputs, method: Method) -> None:
     check_length(inputs, f"task.contexts={task.contexts}", max(task.contexts) + task.new_tokens, method)
     if task.regimes:
         method.check_needs("task.regimes", "two_codecs")
+        own = any(codec is not None and type(codec) is not Codec for codec in (method.key, method.value))
+        if own and {Regime.per_head, Regime.compiled} & set(task.regimes):
+            raise Unsupported(f"task.regimes: a codec of {method.name} decodes its own way, not per_head or compiled")
     if method.is_full_precision:
         return
     if Regime.packed in task.regimes:

@@ -158,9 +158,7 @@ def median_of(rows: list[Row], subject: str, value: Callable[[Row], float]) -> f
 
 def paired_ratio(rows: list[Row], value: Callable[[Row], float], subject: str, reference: str) -> float:
     """The median over repeats of subject / reference."""
-    mine, pairs = (
-        {row["repeat"]: value(row) for row in rows if row["subject"] == name} for name in (subject, reference)
-    )
+    mine, pairs = ({row["repeat"]: value(row) for row in rows if row["subject"] == one} for one in (subject, reference))
     return statistics.median(mine[repeat] / pairs[repeat] for repeat in mine)
 
 

@@ -5,6 +5,7 @@ Published claims under test: OScaR (arXiv 2605.19660), sections 3 and 4; nsn's v
 
 from __future__ import annotations
 
+import functools
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -143,7 +144,7 @@ def groups_of(method: Method, sinks: dict[tuple[int, str], list[int]], layer: La
         codec: Codec | None = method.codec_of(side, layer.index)
         if codec is None:
             continue
-        block, place = measurement.block_of(getattr(method.residual, side)), {"side": side, "layer": layer.index}
+        block, place = measurement.block_of(getattr(method.residual, side), codec), {"side": side, "layer": layer.index}
         x, group, shares = getattr(layer, side), diagnostics.quantizer_group(codec), diagnostics.shares_tokens(codec)
         outputs = diagnostics.stage_outputs(codec, x, block, layer.rope)
         for stage, y in outputs:
@@ -246,4 +247,4 @@ def _ranks(values: Sequence[float]) -> Float[np.ndarray, " values"]:
     return ranks
 
 
-TASK = Task(measurement.check_capture, measure)
+TASK = Task(functools.partial(measurement.check_capture, needed=("all_layers", "all_tokens")), measure)

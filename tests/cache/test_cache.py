@@ -129,11 +129,7 @@ def side(name, keep_decoded=False, whole=False, size=5, bits=3):
 
 @pytest.mark.parametrize("name", GROUPS)
 @settings(max_examples=examples(12))
-@given(
-    whole=st.booleans(),
-    keep=st.booleans(),
-    chunks=st.lists(st.integers(1, 20), min_size=1, max_size=5),
-)
+@given(whole=st.booleans(), keep=st.booleans(), chunks=st.lists(st.integers(1, 20), min_size=1, max_size=5))
 def test_reads_are_the_naive_ones(name, whole, keep, chunks):
     """The newest tokens stay, whole groups before them leave after the attention that sees them."""
     x = states(sum(chunks), batch=2)

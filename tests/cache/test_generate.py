@@ -13,9 +13,7 @@ from tests.presets import METHODS as EVERY
 from tests.presets import lacks_package
 from tests.random_models import llama, token_ids
 
-METHODS = [
-    pytest.param(name, marks=pytest.mark.skipif(lacks_package(name), reason=f"extra [{name}]")) for name in EVERY
-]
+METHODS = [pytest.param(one, marks=pytest.mark.skipif(lacks_package(one), reason=f"extra [{one}]")) for one in EVERY]
 
 
 @pytest.fixture(scope="module")

@@ -61,11 +61,7 @@ def same(one: KVCacheLayer, other: KVCacheLayer) -> None:
 
 @pytest.mark.parametrize("residual", RESIDUALS)
 @settings(max_examples=examples(10))
-@given(
-    chunks=st.lists(st.integers(1, 14), min_size=1, max_size=4),
-    sinks=st.sampled_from([0, 2]),
-    steps=st.booleans(),
-)
+@given(chunks=st.lists(st.integers(1, 14), min_size=1, max_size=4), sinks=st.sampled_from([0, 2]), steps=st.booleans())
 def test_a_joined_layer_reads_what_two_sides_read(residual: str, chunks: list[int], sinks: int, steps: bool) -> None:
     """Also of a fork, and after a choice of sequences."""
     pair = layers(*RESIDUALS[residual], sinks=sinks)

@@ -223,6 +223,8 @@ def test_forks_and_beams(monkeypatch):
 
 def test_refusals():
     model = llama()
+    with pytest.raises(ConfigError, match="method=kivi: not a name"):
+        KVCache(model, "kivi")
     with pytest.raises(ConfigError, match="attention=pakced: one of dense, packed"):
         KVCache(model, method("kivi"), attention="pakced")
     with pytest.raises(ConfigError, match="keep_decoded"):

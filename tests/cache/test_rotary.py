@@ -105,7 +105,7 @@ def test_keys_turned_in_an_unknown_way_are_refused(monkeypatch: pytest.MonkeyPat
 def test_sequences_at_different_positions_are_refused() -> None:
     model = llama(head_dim=32)
     positions = torch.tensor([[0, 1, 2, 3], [0, 0, 1, 2]])
-    with pytest.raises(Unsupported, match="position_ids: a method that undoes rotary embeddings needs the same"):
+    with pytest.raises(Unsupported, match="position_ids: a method that undoes RoPE needs the same"):
         model(token_ids(4, batch=2), position_ids=positions, past_key_values=KVCache(model, method()))
     same = positions[:1].expand(2, -1)
     model(token_ids(4, batch=2), position_ids=same, past_key_values=KVCache(model, method()))

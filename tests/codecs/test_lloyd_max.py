@@ -118,9 +118,7 @@ def test_draws_are_not_folded():
     drawn = [levels_from(1, 64, "kmeans_plus_plus", seed=seed) for seed in range(200)]
     assert not any(np.isclose(low, -high) for low, high in drawn)
     errors = [relative_error(levels, 64) / 64 for levels in drawn[:60]]
-    print(
-        f"k-means++ at 1 bit: quartiles of the error {np.quantile(errors, [0.25, 0.5, 0.75]).round(4)}, printed 0.024"
-    )
+    print(f"k-means++ at 1 bit: quartiles of error {np.quantile(errors, [0.25, 0.5, 0.75]).round(4)}, printed 0.024")
     assert np.quantile(errors, 0.02) < 0.024 < np.quantile(errors, 0.98)
 
 

@@ -329,9 +329,7 @@ def test_earlier_names_on_a_command_line() -> None:
 def test_values_of_another_method(keys: str, values: str, bits: int) -> None:
     """Codec, residual and calibration of values are the other method's; what is composed is another's run by key."""
     ours = resolve(compose([f"method={keys}", f"method.values_of={values}", f"bits=k{bits + 1}v{bits}"]))
-    first, second = (
-        resolve(compose([f"method={name}", f"bits={n}"])) for name, n in ((keys, bits + 1), (values, bits))
-    )
+    first, second = (resolve(compose([f"method={of}", f"bits={n}"])) for of, n in ((keys, bits + 1), (values, bits)))
     assert ours.method.key == first.method.key
     assert ours.method.value == second.method.value
     assert ours.effective_residual.value == second.effective_residual.value

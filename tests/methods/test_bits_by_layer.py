@@ -118,7 +118,7 @@ def test_bytes_of_heads_add_up():
 
 def test_heads_in_another_number_than_the_model_s_are_refused():
     cache = KVCache(llama(layers=1), build_method("kivi", overrides=["bits_by_layer.key=[[2,4,2]]"]))
-    with pytest.raises(Unsupported, match=r"^bits of 3 heads in a layer of 2; one for each KV head$"):
+    with pytest.raises(Unsupported, match=r"^bits of 3 heads in a layer of 2; one for each head$"):
         cache.layers[0].update(*states())
 
 
@@ -203,7 +203,7 @@ def test_a_fixed_rate_has_no_bits():
 
 def test_the_number_of_layers_is_checked():
     method = build_method("kivi", overrides=["bits_by_layer.key=[4,2]"])
-    with pytest.raises(ConfigError, match=r"^method.bits_by_layer: 2 numbers for a model with 3 layers; one for each$"):
+    with pytest.raises(ConfigError, match=r"^method.bits_by_layer: 2 numbers for 3 layers; one for each$"):
         KVCache(llama(layers=3), method)
 
 

@@ -251,9 +251,7 @@ def accepts(kind: type, value: Any) -> bool:
     return type(value) is kind if kind not in (dict, object) else kind is dict and value == {}
 
 
-PARAMETERS = [
-    (target, name) for target in parts() for name in inspect.signature(pkgutil.resolve_name(target)).parameters
-]
+PARAMETERS = [(part, name) for part in parts() for name in inspect.signature(pkgutil.resolve_name(part)).parameters]
 
 
 def test_there_are_parts_and_each_says_what_it_takes() -> None:

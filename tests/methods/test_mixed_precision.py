@@ -53,6 +53,16 @@ def test_exempt_layers_have_no_pool(model):
     assert cache.layers[1].key.residual_tokens == 3 + 8
 
 
+def test_keys_and_values_change_places_together_or_not_at_all(model):
+    key, value = "full_precision_layers.key=[1]", "full_precision_layers.value=[1]"
+    for one in (key, value, "key=null"):
+        with pytest.raises(ConfigError, match="change places; quantize both"):
+            KVCache(model, ott(one))
+    cache = KVCache(model, ott(key, value))
+    model(token_ids(40), past_key_values=cache)
+    assert [layer.value.packed_tokens for layer in cache.layers] == [29, 0]
+
+
 def test_probes_are_the_last_queries_and_some_at_random():
     policy = Saliency(recent=0.05, random=0.05)
     probes = policy.probes(300, 100)

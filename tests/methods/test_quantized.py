@@ -102,6 +102,8 @@ def test_the_inner_of_two_statements_holds(model: PreTrainedModel) -> None:
 
 
 def test_what_cannot_be_is_one_line(model: PreTrainedModel) -> None:
+    with pytest.raises(ConfigError, match="method=3: a name, or a method"), kvq.quantize(model, 3):  # type: ignore[arg-type]
+        pass
     with pytest.raises(ConfigError, match="method=kiwi"), kvq.quantize(model, "kiwi"):
         pass
     with pytest.raises(Unsupported, match="bits"), kvq.quantize(model, "kivi", bits=11):

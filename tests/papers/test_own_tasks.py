@@ -231,9 +231,7 @@ def kinds() -> dict[str, str]:
 
     root = Path(tasks.__file__).parent
     asked = {name for own in ("nsnquant", "aime24", "mmlu") for name in compose([f"task=lm_eval/{own}"]).task.tasks}
-    folders = [
-        str(root / own) for own in ("gsm8k", "humaneval", "coqa", "aime", "mmlu/default", "mmlu/flan_cot_fewshot")
-    ]
+    folders = [str(root / at) for at in ("gsm8k", "humaneval", "coqa", "aime", "mmlu/default", "mmlu/flan_cot_fewshot")]
     manager = TaskManager(include_path=folders, include_defaults=False)
     known = {"tag": manager.all_tags, "group": manager.all_groups, "task": manager.all_subtasks}
     return {name: next(kind for kind, of_kind in known.items() if name in of_kind) for name in asked}

@@ -95,9 +95,7 @@ def own_calibration(record: Record) -> list[str]:
 
 def own_tables(record: Record) -> list[str]:
     """Overrides of the dtype of a transform's tables, where the command names it."""
-    sides = [
-        side for side in ("key", "value") if f"method.{side}.stages.transform.tables=" in record.provenance.command
-    ]
+    sides = [one for one in ("key", "value") if f"method.{one}.stages.transform.tables=" in record.provenance.command]
     return [
         f"method.{side}.stages.transform.tables={record.config['method'][side]['stages']['transform']['tables']}"
         for side in sides

@@ -168,9 +168,7 @@ def test_not_worse_is_monotone(lost: int, gained: int, more: int) -> None:
     assert not_worse(lost, gained + 1, items, 0.1) <= p + 1e-9
 
 
-@pytest.mark.parametrize(
-    "margin", [0.1, *(pytest.param(margin, marks=pytest.mark.long) for margin in (0.05, 0.2, 0.3))]
-)
+@pytest.mark.parametrize("margin", [0.1, *(pytest.param(m, marks=pytest.mark.long) for m in (0.05, 0.2, 0.3))])
 @pytest.mark.parametrize("items", [2, 3, 5, 10, 20, 50])
 def test_the_error_of_not_worse_counted_over_all_outcomes(items: int, margin: float) -> None:
     """Right or wrong answers that fall by the margin or more, at any rate of gains: passed at most one time in 20."""

@@ -212,7 +212,7 @@ def test_a_tokenizer_without_such_a_token_is_refused(tmp_path: Path) -> None:
     save_random_model(tmp_path)
     for setting in ("task.bos=true", "model.bos=true"):
         inputs = inputs_of(["model=hf", f"model.path={tmp_path}", setting])
-        said = rf"^{setting}: the tokenizer of model=.* has no begin-of-text token; use false$"
+        said = rf"^{setting}: the tokenizer of model=.* has no BOS token; use false$"
         with pytest.raises(ConfigError, match=said):
             _ = inputs.bos
     with pytest.raises(ConfigError, match=r"^task\.bos=true: the tokenizer"):

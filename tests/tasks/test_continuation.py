@@ -35,9 +35,9 @@ def loaded(monkeypatch: pytest.MonkeyPatch) -> LoadedModel:
 def scored(loaded: LoadedModel, method: Method, tokens: Tensor) -> tuple[Tensor, KVCache]:
     method = parallel_method(method)
     cache = KVCache(loaded.model, holding_method(method))
-    (chunk,) = score_continuation(loaded, cache, method.residual, tokens, 40)
-    assert torch.equal(chunk.targets, tokens[:, 40:])
-    return torch.log_softmax(chunk.logits, -1), cache
+    chunks = list(score_continuation(loaded, cache, method.residual, tokens, 40))
+    assert torch.equal(torch.cat([chunk.targets for chunk in chunks], 1), tokens[:, 40:])
+    return torch.log_softmax(torch.cat([chunk.logits for chunk in chunks], 1), -1), cache
 
 
 @torch.no_grad()

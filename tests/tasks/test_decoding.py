@@ -19,12 +19,7 @@ from kvq.models.inputs import Inputs
 from kvq.tasks.lm_eval_model import FOLLOWED, PROCESSORS, CacheLM, decoder, processors_of
 from kvq.tasks.reader import Reader
 
-ACTING: dict[str, Any] = {
-    "temperature": 0.5,
-    "top_k": 3,
-    "top_p": 0.6,
-    "min_p": 0.2,
-}
+ACTING: dict[str, Any] = {"temperature": 0.5, "top_k": 3, "top_p": 0.6, "min_p": 0.2}
 
 
 def new_model() -> CacheLM:

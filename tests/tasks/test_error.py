@@ -8,7 +8,7 @@ import torch
 
 from kvq import build_method
 from kvq.config.diagnostics import Arms, ErrorConfig, SyntheticConfig
-from kvq.diagnostics import relative_mse
+from kvq.diagnostics import reconstruct, relative_mse
 from kvq.errors import Unsupported
 from kvq.tasks import error
 from kvq.tasks.error import bins_of, cell
@@ -56,6 +56,23 @@ def test_errors_are_those_of_the_codec_on_captured_states(tmp_path: Path) -> Non
     assert found.metrics["value_rel_mse"] == pytest.approx(float(torch.stack(expected).mean()))
 
 
+def test_first_tokens_and_layers_in_full_precision_have_no_error(tmp_path: Path) -> None:
+    found = measured(tmp_path, "rtn", overrides=("sink_tokens=100", "full_precision_layers.value=[0]"), windows=1)
+    rows = [row for row in found.samples if row["kind"] == "error" and row["complete"] and row["rope"] == "after"]
+    assert {row["layer"] for row in rows if row["side"] == "value"} == {1}
+    codec, inputs, layers = build_method("rtn", 2, 32).key, DiagnosedInputs(ErrorConfig()), list[Any]()
+    capture(inputs.model, inputs.ids[:128], layers.append)
+    ends = [torch.cat([x.key[:, :, :100], reconstruct(codec, x.key[:, :, 100:], 128, None)], 2) for x in layers]
+    expected = torch.stack([relative_mse(x.key, end) for x, end in zip(layers, ends, strict=True)])
+    assert found.metrics["key_rel_mse"] == pytest.approx(float(expected.mean()))
+
+
+def test_a_sliding_window_leaves_in_whole_groups() -> None:
+    for size, name, block in ((0, "rtn", 1), (16, "kivi", 32), (100, "kivi", 96), (100, "rtn", 100)):
+        method: Any = build_method(name, 2, 32, ["residual.policy=sliding", f"residual.key.size={size}"])
+        assert block_of(method.residual.key, method.key) == block
+
+
 def test_identity_has_no_error_and_zero_all_of_it(tmp_path: Path) -> None:
     exact, nothing = measured(tmp_path, "identity").metrics, measured(tmp_path, "zero").metrics
     for side in ("key", "value"):
@@ -92,7 +109,7 @@ def errors(name: str, lowness: float, outliers: float, sink_outliers: bool = Fal
     method = build_method(name, 2, 128)
     assert method.key is not None
     task = SyntheticConfig(repeats=4, sink_outliers=sink_outliers)
-    return cell(method.key, task, block_of(method.residual.key), lowness, outliers)
+    return cell(method.key, task, block_of(method.residual.key, method.key), lowness, outliers)
 
 
 def test_a_shared_scale_loses_a_low_sink_and_its_norm_keeps_it() -> None:

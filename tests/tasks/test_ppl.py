@@ -65,9 +65,7 @@ def test_full_precision_is_the_plain_forward(
 
 def test_recomputed_reference_is_the_kept_one(loaded: LoadedModel, stream: Tensor) -> None:
     windows = ppl_windows([stream], TASK)
-    method, full = (
-        build_method(name, bits=2, head_dim=32, overrides=["residual.size=128"]) for name in ("kivi", "fp16")
-    )
+    method, full = (build_method(one, bits=2, head_dim=32, overrides=["residual.size=128"]) for one in ("kivi", "fp16"))
     method = dataclasses.replace(method, residual=build_method("kivi", overrides=["residual.size=16"]).residual)
     results = []
     for budget in (2**30, 0):
@@ -163,7 +161,7 @@ def test_losses_by_position_are_those_of_the_targets_there(
 
 
 def test_text_shorter_than_a_window(stream: Tensor) -> None:
-    with pytest.raises(DataError, match=r"has 50 tokens, fewer than one window of task\.context=64"):
+    with pytest.raises(DataError, match=r"has 50 tokens, fewer than one window: task\.context=64"):
         ppl_windows([stream[:50]], TASK)
 
 

@@ -25,6 +25,7 @@ METHODS = {
     "kivi": ["residual.size=16"],
     "nsn": ["residual.size=16"],
     "rtn": ["residual.size=0"],
+    "nsn without layer 0": ["residual.policy=none", "full_precision_layers.key=[0]", "full_precision_layers.value=[0]"],
 }
 
 
@@ -33,7 +34,7 @@ def never(_tokens: object) -> bool:
 
 
 def method_of(name: str) -> Method:
-    return build_method(name, bits=2, head_dim=32, overrides=METHODS[name])
+    return build_method(name.split()[0], bits=2, head_dim=32, overrides=METHODS[name])
 
 
 @torch.no_grad()
@@ -47,7 +48,7 @@ def one_at_a_time(loaded: LoadedModel, method: Method, tokens: Tensor, whole: in
     return torch.cat(rows, 1)
 
 
-@pytest.mark.parametrize("name", ["fp16", "kivi", "nsn", "rtn"])
+@pytest.mark.parametrize("name", ["fp16", "kivi", "nsn", "rtn", "nsn without layer 0"])
 @pytest.mark.parametrize("prefill", Prefill)
 @pytest.mark.parametrize("length", [1, 33])
 def test_prompt_and_continuation_are_token_by_token(

@@ -135,7 +135,7 @@ def test_noise_of_logits_is_the_same_wherever_an_outlier_is_until_it_is_rotated(
     scales = torch.ones(16)
     scales[3] = 16
     plain, outlier = (
-        LayerStates(0, query / by, key * by, key, AttentionRule(0.25), None) for by in (torch.ones(16), scales)
+        LayerStates(0, 1, query / by, key * by, key, AttentionRule(0.25), None) for by in (torch.ones(16), scales)
     )
     noise, _ = state_statistics.logit_noise(plain, rotate=False, norms=False)
     same, alignment = state_statistics.logit_noise(outlier, rotate=False, norms=False)

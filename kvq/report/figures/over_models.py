@@ -112,9 +112,7 @@ def modality_tokens_figure(table: pd.DataFrame) -> Figure:
 
 def dispersion_table(records: Sequence[Record]) -> pd.DataFrame:
     """A model's dispersion of norms (`task=tni`, the last by key) and what a method costs it, one line per pair."""
-    spread = {
-        _states_key(record): record for record in records if record.task == "tni" and "key_cv_layer0" in record.metrics
-    }
+    spread = {_states_key(one): one for one in records if one.task == "tni" and "key_cv_layer0" in one.metrics}
     pairs = [(record, spread.get(_states_key(record))) for record in records]
     lines = [
         {name: getattr(record, name) for name in ("model", "dataset", "bits")}

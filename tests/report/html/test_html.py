@@ -12,14 +12,7 @@ from types import SimpleNamespace
 import pytest
 
 from kvq.config import plugins
-from kvq.report.html import (
-    embed_figures,
-    main,
-    payload,
-    render,
-    script_json,
-    shown,
-)
+from kvq.report.html import embed_figures, main, payload, render, script_json, shown
 from kvq.report.tables.build import build_tables
 from kvq.report.tables.layout import Row, Table, Tables
 from kvq.results import Store
