@@ -136,7 +136,7 @@ class HuffmanCodec(CodedBlocks):
     def __init__(self, stages: Mapping[str, Stage | None], order: Sequence[str], quantizer: Quantizer) -> None:
         super().__init__(stages, order, quantizer)
         if not quantizer.index_bits:
-            raise Unsupported(f"HuffmanCodec: {type(quantizer).__name__} has no indices to code; use kvq.codecs.Codec")
+            raise Unsupported(f"HuffmanCodec: {type(quantizer).__name__} stores no indices; use kvq.codecs.Codec")
         for name, bits in quantizer.index_bits.items():
             if bits > MAX_BITS:
                 raise Unsupported(f"HuffmanCodec: '{name}' has {bits} bits; indices of 1 to {MAX_BITS} bits are coded")

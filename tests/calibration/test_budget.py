@@ -304,7 +304,7 @@ def test_moments_are_those_of_kept_states() -> None:
         torch.testing.assert_close(moments.covariance, rows.T.cov(correction=0))
         torch.testing.assert_close(moments.fisher, slopes.T @ slopes / 42)
     assert len(found) == 2 * len(kept)
-    with pytest.raises(DataError, match="of which the first 24 are left out"):
+    with pytest.raises(DataError, match="the first 24 of them left out"):
         collect_joint(loaded, windows, left_out=24)
 
 

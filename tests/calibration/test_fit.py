@@ -136,7 +136,7 @@ def test_binding_is_of_this_very_model(given: list[str], tmp_path: Path) -> None
         kvq.KVCache(model, method)
     for other, says in (
         (llama(layers=2, head_dim=128, seed=3, heads=2, kv_heads=1, vocabulary=256), "of another model"),
-        (llama(layers=3, head_dim=128, heads=2, kv_heads=1), "for 2 layers, not 3"),
+        (llama(layers=3, head_dim=128, heads=2, kv_heads=1), "of a model with 2 layers, not 3"),
         (llama(layers=2, head_dim=64, heads=2, kv_heads=1), "of a model with head_dim=128, not 64"),
     ):
         with pytest.raises(Unsupported, match=f"^calibration of method=kvquant: {says}"):
