@@ -324,7 +324,7 @@ def recommendation_text(choice: Recommendation, rank: int, fp16_bytes: float) ->
     error = metrics.get("delta_nll_se")
     loss = f"{metrics['delta_nll']:+.4f}" + ("" if error is None else f" ± {error:.4f}")
     tail = f", KL of one token in a thousand at least {metrics['kl_p999']:.2f}" if "kl_p999" in metrics else ""
-    noise = "; within noise of full precision" if choice.row.within_noise else ""
+    noise = "; a joint test of all rows does not tell it from full precision" if choice.row.within_noise else ""
     name = f"{choice.row.name} {record.bits}".strip()
     tables = f", tables of {format_bytes(choice.tables)} once for all sequences included" if choice.tables else ""
     measured_here = choice.row.pays is not None and choice.evidence.startswith(_OWN)
@@ -357,7 +357,7 @@ def _recommend(words: list[str]) -> int:
     if not choices:
         print(f"{about}: nothing on record fits; more memory, a shorter context or a larger loss is needed")
         return 1
-    print(about)
+    print(f"{about}; the {'smallest' if question.loss is not None else 'least loss'} first")
     for place, choice in enumerate(choices, 1):
         print(printable(recommendation_text(choice, place, full)))
     if any(choice.elsewhere for choice in choices):

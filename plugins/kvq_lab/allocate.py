@@ -1,4 +1,4 @@
-"""`kvq allocate model=smollm2_135m method=nsnquant bits=2.5`: bits of each layer's keys and values, or of their heads.
+"""`kvq allocate model=smollm2_135m method=nsnquant bits=2`: bits of each layer's keys and values, or of their heads.
 
 Costs are those of `task=sensitivity` on record, at every width that was measured; a side of a layer, or a head of it,
 may also stay in full precision. An integer program finds the map of least cost that stores at most the bits asked for,
@@ -28,7 +28,7 @@ FULL = 16
 _USAGE = """Bits of each layer's keys and values, from costs on record (task=sensitivity).
 
   python run.py -m task=sensitivity model=smollm2_135m dataset=pydocs method=nsnquant bits=1,2
-  kvq allocate model=smollm2_135m dataset=pydocs method=nsnquant bits=2.5 out=mine/method/own.yaml
+  kvq allocate model=smollm2_135m dataset=pydocs method=nsnquant bits=2 out=mine/method/own.yaml
   python run.py --config-dir mine model=smollm2_135m method=own
 
   model=NAME      as in the records
