@@ -176,7 +176,7 @@ class CountedCache(Cache):
 
     @property
     def effective_bits(self) -> float:
-        """Stored bits per element of all tokens seen so far, residual included; evicted tokens count with 0 bits."""
+        """Stored bits per element of all tokens in reach, residual included; evicted tokens count with 0 bits."""
         sides = [(layer, side) for layer in self.kv_layers for side in (layer.key, layer.value)]
         elements = sum(side.elements_per_token * (side.tokens + layer.evicted) for layer, side in sides)
         return 8 * self.nbytes / elements if elements else 0.0

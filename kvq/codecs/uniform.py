@@ -90,8 +90,7 @@ class UniformQuantizer(CodeQuantizer):
         gain: see `Gain`.
         min_scale: scales below it become it.
         rounding: see `Rounding`.
-        reciprocal: multiply by the reciprocal of the scale instead of dividing by the scale; of all grids but
-            `integer` and `edge`.
+        reciprocal: multiply by the reciprocal of the scale instead of dividing by the scale.
         scale_dtype: dtype of stored scales and offsets, see `ScaleDtype`.
 
     Codes are chosen in fp32 (fp64 for fp64 input) with unrounded statistics; decoding uses the stored values.

@@ -118,7 +118,8 @@ class SpectralQuantizer(Calibrated, Quantizer):
         """`<head>.<bits>.<plane>` for the coordinates of a head with equal bits."""
         levels, parts = self._codebooks(x), Parts()
         middles = (levels[..., 1:] + levels[..., :-1]) / 2
-        codes = torch.searchsorted(middles.expand(*x.shape[:-3], -1, -1, -1).contiguous(), x.mT.contiguous()).mT
+        flat = x.reshape(-1, *x.shape[-3:]).permute(1, 3, 0, 2).contiguous()  # blocks of a coordinate together
+        codes = torch.searchsorted(middles, flat.flatten(2)).view(flat.shape).permute(2, 0, 3, 1).reshape(x.shape)
         for head, width, places in self._planes(x):
             own = codes.narrow(-3, head, 1).index_select(-1, places)
             parts |= pack_parts(own, width, f"{head}.{width}")
