@@ -320,15 +320,13 @@ def test_lines_to_paste_are_those_of_the_presets() -> None:
 
 
 def test_the_committed_figures_are_those_that_pages_show() -> None:
-    listed = subprocess.run(
-        ["git", "ls-files", "results/figures"], cwd=ROOT, capture_output=True, text=True, check=False
-    )
-    if listed.returncode:
+    seen = subprocess.run(["git", "ls-files", "results/figures"], cwd=ROOT, capture_output=True, text=True, check=False)
+    if seen.returncode:
         pytest.skip("no checkout")
     pages = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "README.md", *(ROOT / "docs").glob("*.md")))
     shown = {Path(name).stem for name in re.findall(r"results/figures/(\S+?\.png)", pages)}
     assert shown
-    assert {Path(name).stem for name in listed.stdout.split()} == shown | {"index"}
+    assert {Path(name).stem for name in seen.stdout.split()} == shown | {"index"}
 
 
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))

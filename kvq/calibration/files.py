@@ -149,9 +149,7 @@ def file_of(inputs: Inputs) -> Path:
     whole = canonical(inputs.config, inputs.model_fingerprint, "", fingerprint_of(inputs))
     method = {name: item for name, item in whole["method"].items() if name not in outside_codecs}
     # Sinks and kept keys do not change the tables, so methods with equal codecs share them.
-    outside = {
-        name: version for name, version in versions_of_parts(whole["method"]).items() if isinstance(version, str)
-    }
+    outside = {name: kind for name, kind in versions_of_parts(whole["method"]).items() if isinstance(kind, str)}
     model = {name: item for name, item in whole["model"].items() if name != "cache_dtype"}
     decides = {"model": model, "method": method, "code": _fitting_code(), "outside": outside}
     name = hashlib.sha256(f"{_FORMAT}{json.dumps(decides, sort_keys=True, separators=(',', ':'))}".encode()).hexdigest()

@@ -62,6 +62,7 @@ def canonical(
         found
         | _without_empty(
             attention=cache.attention if packed and quantized and timed else None,  # scores do not depend on it
+            keep_decoded=True if cache.keep_decoded and quantized and timed else None,
             machine=dataset_fingerprint if timed else None,
         )
     )

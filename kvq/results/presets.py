@@ -341,8 +341,8 @@ def _added_by_variants(task: str) -> Settings:
 
 def cache_dtype(run: Record) -> str:
     """Dtype of what the caches of a run kept in full precision."""
-    stored = part_of(run.config, "model").get("cache_dtype")
-    return stored if isinstance(stored, str) else run.provenance.dtype
+    stored, own = part_of(run.config, "model").get("cache_dtype"), run.provenance.engine or "transformers"
+    return stored if isinstance(stored, str) and not own.startswith(("MLX", "ONNX")) else run.provenance.dtype
 
 
 def _first_token_departure(run: Record) -> list[str]:

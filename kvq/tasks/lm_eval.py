@@ -158,6 +158,8 @@ def _fingerprint(inputs: Inputs) -> str:
             deciding["metadata"] = None  # where the file lies; its items follow
         if type(task) is not ConfigurableTask:
             deciding["class"] = _plain(type(task))  # a task of its own, as `class:` names it
+        if task.get_config("num_fewshot"):
+            deciding["shots"] = [_plain(task.get_config("fewshot_config")), *(task.fewshot_docs() or ())]
         parts += [[name, deciding], *(doc for _, doc in task.doc_iterator(limit=inputs.config.task.limit))]
     return items_fingerprint(inputs, parts)
 

@@ -183,7 +183,7 @@ class CacheLM(HFLM):
         stored, rows = storage_metrics(cache, 1), []
         for key, continuation in options.items():
             spent = {"prompt_tokens": float(len(context))}
-            with timed(spent, "decode", device=self.reader.loaded.device):
+            with timed(spent, "score", device=self.reader.loaded.device):
                 tokens, own = self.reader.tensor([continuation]), cache.fork() if len(continuation) > 1 else cache
                 found, likeliest = self.reader.log_probs(own, logits, tokens)
                 answer = [float(found.double().sum()), bool((likeliest == tokens).all())]

@@ -68,12 +68,14 @@ def read_items(dataset: DatasetConfig, limit: int | None = None) -> tuple[list[M
         rows = read_objects(Path(dataset.path).expanduser(), "a question, an answer and an image or a recording")
     folder = Path(dataset.path or "").expanduser().parent  # of media; rows of the hub may hold them
     for index, row in enumerate(rows):
+        if len(items) == limit:
+            break
         name = f"{index}" if row.get("id") is None else f"{index}/{row['id']}"  # ids may repeat
         try:
             items.append(_item(name, row, folder))
         except DataError as error:
             skipped[name] = str(error)
-    return items[:limit], skipped
+    return items, skipped
 
 
 def _item(name: str, row: Mapping[str, Any], folder: Path) -> MediaItem:

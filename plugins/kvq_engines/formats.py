@@ -55,11 +55,10 @@ class EngineConfig:
         if not self and self.file is not None:
             raise ConfigError(f"task.engine.file={self.file}: needs task.engine.name=llamacpp")
         if self and self.name is not EngineName.llamacpp:
-            given = "weights" if self.file is None else "file"
-            if self.file is not None or self.weights is not EngineWeights.float32:
-                raise ConfigError(
-                    f"task.engine.{given}={getattr(self, given)}: of llamacpp; {self.name} takes the model's weights"
-                )
+            plain = {"file": None, "weights": EngineWeights.float32, "flash_attention": True}
+            for given in (name for name, value in plain.items() if getattr(self, name) != value):
+                takes = f"{self.name} takes the model's weights and attends in its own way"
+                raise ConfigError(f"task.engine.{given}={getattr(self, given)}: of llamacpp; {takes}")
 
     def __bool__(self) -> bool:
         return self.name is not None
@@ -119,9 +118,7 @@ def format_of(method: Method, engine: EngineName, full: str) -> Format:
     codecs = [(side, codec) for side in ("key", "value") if (codec := getattr(method, side)) is not None]
     for side, _ in codecs:
         if (kept := getattr(method.residual, side)).policy is not Policy.sliding or kept.size:
-            raise Unsupported(
-                f"task.engine={engine}: quantizes each token as it comes; residual.{side}: sliding, size 0"
-            )
+            raise Unsupported(f"task.engine={engine}: quantizes tokens as they come; residual.{side}: sliding, size 0")
     if engine is EngineName.onnxruntime:
         return _onnxruntime_format(method)
     return _mlx_format(method, codecs) if engine is EngineName.mlx else _llamacpp_format(method, codecs, _DTYPES[full])
@@ -211,5 +208,7 @@ def open_engine(inputs: Inputs, found: Format) -> Iterator[Engine]:
 
 def format_for(inputs: Inputs, method: Method) -> Format:
     """The format of a run's method in its engine. Raises: Unsupported: as `format_of`."""
+    if inputs.config.cache.dtype is not None and inputs.config.task.engine.name is not EngineName.llamacpp:
+        raise Unsupported(f"cache.dtype={inputs.config.cache.dtype}: of llamacpp; others store what they compute in")
     stored = inputs.config.cache_dtype or inputs.config.model.dtype
     return format_of(method, inputs.config.task.engine.name, stored.value)

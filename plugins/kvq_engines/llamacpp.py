@@ -23,7 +23,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from kvq.errors import ConfigError, DataError, Unsupported
-from kvq.models.layers import head_dims_of
+from kvq.models.layers import head_dims_of, window_of
 from kvq_engines.pair_order import interleaved_in_gguf
 
 WHEEL: Final = ("xllamacpp", "2026.10.11549")
@@ -359,7 +359,9 @@ def write_gguf(model: Any, file: Path, dtype: torch.dtype = torch.float32) -> No
             "give task.engine.file"
         )
     rope = config.rope_parameters
-    if rope.get("rope_type", "default") != "default" or getattr(config, "use_sliding_window", False):
+    longest = config.max_position_embeddings
+    windowed = any((window_of(config, layer) or longest) < longest for layer in range(config.num_hidden_layers))
+    if rope.get("rope_type", "default") != "default" or windowed:
         raise Unsupported("task.engine: no GGUF is written of scaled RoPE or of attention to a window")
     known = next(kind for kind, own in gguf.MODEL_ARCH_NAMES.items() if own == name)
     names = gguf.get_tensor_name_map(known, config.num_hidden_layers)

@@ -18,7 +18,7 @@ import yaml
 
 from kvq.errors import ConfigError, RecordError
 from kvq.report.labels import label
-from kvq.results import Record, Store
+from kvq.results import Record, Store, is_stale
 from kvq.results.files import write_file
 from kvq_lab.words import parse_number, parse_words, run_command
 
@@ -198,6 +198,7 @@ def find_records(store: Store, model: str, method: str, dataset: str | None, hea
         for record in store.scan()[0]
         if (record.task, record.model, record.method, record.status) == ("sensitivity", model, method, "done")
         and dataset in (None, record.dataset)
+        and not is_stale(record)
         and (_has_heads(record) or not heads)
     ]
     texts = sorted({record.dataset for record in matching})

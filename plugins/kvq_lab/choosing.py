@@ -25,7 +25,8 @@ from kvq.report.labels import BY_ENGINE
 from kvq.results import Record, Store
 from kvq.results.statistics import losses
 from kvq.runs import Prepared, run
-from kvq_lab.advisor import MOST, cache_bytes, format_bytes
+from kvq.tasks.memory import check_shapes_suffice, rows_of
+from kvq_lab.advisor import MOST, format_bytes
 from kvq_lab.memory import check_memory
 from kvq_lab.racing import Race, round_sizes, run_race
 
@@ -193,11 +194,11 @@ class Chooser:
         config = self._config(words)
         if config.method.calibration.dataset is not None:
             raise Unsupported("is fitted to a text first, which choose does not do")
-        _ = Prepared(config).method  # raises where model and format do not fit
-        size = cache_bytes(self.shape, config.method.name, config.bits_label, self.context)
-        if size is None:
-            raise Unsupported("its bytes do not follow from the shape of the model")
-        name = f"{config.method.label or config.method.name} {config.bits_label}".strip()
+        method = Prepared(config).method  # raises where model and format do not fit
+        check_shapes_suffice(method)
+        size = sum(row["total"] for row in rows_of(self.shape, method, self.context, measured=False))
+        more = [word for word in words if word.partition("=")[0] not in ("method", "bits")]
+        name = " ".join(filter(None, [config.method.label or config.method.name, config.bits_label, *more]))
         line = config.method.serve or " ".join(["python run.py", *self.question.model, *words])
         return Format(words, name, size * self.question.batch, line)
 

@@ -127,9 +127,7 @@ def _layer_formats(config: Config, form: str, side: str) -> list[str]:
     """The format of each layer's keys or values; empty where the form leaves the layer out."""
     method, bits = config.method, config.parsed_bits
     if not method.bits_by_layer or bits is None:
-        raise Unsupported(
-            f"map={form}: method.bits_by_layer says the bits of each layer; method={method.name} has none"
-        )
+        raise Unsupported(f"map={form}: method.bits_by_layer has the bits of each layer; method={method.name} has none")
     widths: list[Any] = [pair[side == "value"] for pair in method.bits_by_layer.widths(bits)]
     for layer in method.full_precision_layers.get(side, ()):
         widths[layer] = 16

@@ -245,9 +245,7 @@ class ToolsConfig(ItemsConfig):
         super().__post_init__()
         if (self.path is None) != (self.answers is None):
             given, other = ("path", "answers") if self.answers is None else ("answers", "path")
-            raise ConfigError(
-                f"task.{given}={getattr(self, given)}: needs task.{other} too, of requests and of answers"
-            )
+            raise ConfigError(f"task.{given}={getattr(self, given)}: needs task.{other} too, of requests and answers")
 
 
 _KINDS = ConversationConfig, DriftConfig, LimitConfig, ReuseConfig, SensitivityConfig, SpeculateConfig

@@ -41,7 +41,7 @@ class Rounds:
 
     @property
     def per_forward(self) -> float:
-        """Mean tokens written per round, which is one forward pass of the target."""
+        """Mean accepted length: accepted drafts and the target's token of a round; an end may cut off the last ones."""
         return 1 + sum(self.accepted) / max(len(self.accepted), 1)
 
 

@@ -158,6 +158,7 @@ OTHER_RUN = [
     (f"{WHOLE} residual.prefill_block=size", f"{WHOLE} residual.prefill_block=size residual.size=7"),
     (C4, f"{C4} dataset.loader=text"),  # crops, and joined rows
     (KEYS_FULL, f"{KEYS_FULL} residual.value.size=7"),
+    ("task=latency", "task=latency cache.keep_decoded=true"),
 ]
 
 

@@ -132,7 +132,5 @@ def test_goldens_hold_on_other_processors(machine: str) -> None:
     given = ["-q", "-p", "no:cacheprovider", "-n", "0", "-k", "test_methods or test_tasks or test_models"]
     run = [sys.executable, "-m", "pytest", *given, str(Path(__file__).relative_to(ROOT))]
     plain = {name: value for name, value in os.environ.items() if name != "PYTEST_XDIST_WORKER"}
-    done = subprocess.run(
-        run, cwd=ROOT, capture_output=True, text=True, env={**plain, **MACHINES[machine]}, check=False
-    )
-    assert done.returncode == 0, done.stdout[-3000:]
+    ran = subprocess.run(run, cwd=ROOT, capture_output=True, text=True, env={**plain, **MACHINES[machine]}, check=False)
+    assert ran.returncode == 0, ran.stdout[-3000:]

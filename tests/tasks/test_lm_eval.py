@@ -257,6 +257,7 @@ FILES = {
         ("beside.py", "1", "2", True),
         ("within.py", "1.0", "0.9", True),
         ("notes.txt", "why", "because", False),
+        ("told.yaml", "colour of snow", "colour of coal", True),
     ],
 )
 @pytest.mark.long
@@ -266,7 +267,8 @@ def test_edited_metric_code_of_a_task_is_another_run(
     """By all Python files of its folder: functions take others from files beside theirs in many ways."""
     write_tasks(tmp_path)
     task = yaml.safe_load((tmp_path / "say.yaml").read_text(encoding="utf-8")) | {"task": "told"}
-    text = yaml.safe_dump(task) + "process_results: !function scoring.score\n"
+    text = yaml.safe_dump(task) + "process_results: !function scoring.score\nnum_fewshot: 1\n"
+    text += "fewshot_config: {sampler: first_n, samples: [{question: colour of snow, text: white}]}\n"
     for name, content in (FILES | {"told.yaml": text}).items():
         (tmp_path / name).write_text(content, encoding="utf-8")
     kept = [word for word in given if not word.startswith(("task.tasks", "task.include_path"))]
@@ -281,7 +283,7 @@ def test_edited_metric_code_of_a_task_is_another_run(
         return done.stdout.split()[-1]
 
     before = key()
-    (tmp_path / file).write_text(FILES[file].replace(old, new), encoding="utf-8")
+    (tmp_path / file).write_text((tmp_path / file).read_text("utf-8").replace(old, new), encoding="utf-8")
     assert (key() != before) == noticed
 
 

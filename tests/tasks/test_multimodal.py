@@ -151,6 +151,7 @@ def test_ocrbench_items_and_what_cannot_be_asked(images: Path) -> None:
         {**OCR, "answer": ["a"]},
     ]
     items, skipped = read_items(write(images / "ocr.jsonl", rows))
+    assert read_items(write(images / "ocr.jsonl", rows), 1) == (items, {})  # what is behind the limit is not read
     (item,) = items
     assert (item.name, item.kind, item.source) == ("0/7", "Regular Text Recognition", "IIIT5K")
     assert item.answers == ("centre",)

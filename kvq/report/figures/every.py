@@ -29,7 +29,7 @@ from kvq.report.figures.drawing import KINDS, Drawing, Kind, write_drawings
 from kvq.report.labels import label, model_name, named
 from kvq.report.tables.build import build_tables
 from kvq.report.tables.layout import Table
-from kvq.results import Record, Store, run_key
+from kvq.results import Record, Store, is_stale, run_key
 from kvq.results.presets import PROTOCOL, departures_of
 
 MODULES = (loss, over_models, error, distribution)
@@ -61,7 +61,7 @@ def drawings(
     records: Iterable[Record], store: Store, tables: Sequence[Table] = (), skipped: list[str] | None = None
 ) -> Iterator[Drawing]:
     """Every figure of records and tables of runs; `skipped` takes those that cannot be made (None: raised)."""
-    done = [record for record in records if record.status == "done"]
+    done = [record for record in records if record.status == "done" and not is_stale(record)]
     groups: dict[str, dict[str, list[Record]]] = defaultdict(lambda: defaultdict(list))
     for record in sorted(done, key=lambda r: (r.model, r.dataset, label(r), r.bits, r.key)):
         groups[record.task][_hash_protocol(record)].append(record)
@@ -86,7 +86,7 @@ def _draw_table(kind: Kind, table: Table, store: Store) -> Iterator[Drawing]:
     """The figures of a kind from a table: of its task's done rows, or of all rows where the kind names no task."""
     where = table.title.removesuffix(f" ({table.words})").partition(": ")[2]
     words = {"where": "\n".join(filter(None, [where, table.about]))}
-    rows = table.rows
+    rows = tuple(row for row in table.rows if not row.stale)
     if kind.task:
         rows = tuple(row for row in rows if (row.record.task, row.record.status) == (kind.task, "done"))
     if rows:

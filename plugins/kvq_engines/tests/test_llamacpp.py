@@ -208,6 +208,8 @@ def test_models_that_have_no_gguf_here(tmp_path):
     model.config.rope_parameters["rope_type"] = "linear"
     with pytest.raises(Unsupported, match="scaled RoPE"):
         write_gguf(model, tmp_path / "model.gguf")
+    with pytest.raises(Unsupported, match="attention to a window"):
+        write_gguf(model_of("mistral", sliding_window=8), tmp_path / "model.gguf")
     model.config.model_type = "gpt2"
     with pytest.raises(Unsupported, match="model_type=gpt2, only of llama, mistral"):
         write_gguf(model, tmp_path / "model.gguf")

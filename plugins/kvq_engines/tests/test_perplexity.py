@@ -54,7 +54,7 @@ def test_bits_and_groups_of_mlx():
 @pytest.mark.parametrize(
     ("name", "engine", "overrides", "said"),
     [
-        ("nsn", "llamacpp", (), "quantizes each token as it comes; residual.key"),
+        ("nsn", "llamacpp", (), "quantizes tokens as they come; residual.key"),
         ("engine/mlx_4", "llamacpp", (), "no type of its cache is engine/mlx_4's key"),
         ("engine/llamacpp_q4_0", "mlx", (), "stores keys and values alike"),
         ("engine/llamacpp_q4_0", "llamacpp", ("key.stages.hadamard=null",), "rotates keys and values, or neither"),
@@ -82,6 +82,11 @@ def test_methods_that_an_engine_has_no_cache_for(name, engine, overrides, said):
     ("overrides", "error", "said"),
     [
         (["task=engine", "task.engine.name=mlx", "task.engine.file=x"], ConfigError, "of llamacpp; mlx takes"),
+        (
+            ["task=engine", "task.engine.name=mlx", "task.engine.flash_attention=false"],
+            ConfigError,
+            "of llamacpp; mlx takes",
+        ),
         (["task=engine", "task.scoring=parallel"], ConfigError, "quantizes as it generates"),
         (
             ["task=engine", "task.engine.name=null", "task.engine.file=x"],

@@ -147,6 +147,12 @@ def test_bits_of_heads(store: Store, tmp_path: Path, capsys: pytest.CaptureFixtu
     assert "0.4000 nats" in capsys.readouterr().out
 
 
+def test_stale_costs_are_none(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(allocate, "is_stale", lambda record: True)
+    with pytest.raises(RecordError):
+        allocate.find_records(store, "tiny", "kivi", None)
+
+
 def test_records_that_give_no_costs(store: Store) -> None:
     with pytest.raises(ConfigError, match=r"the narrowest map stores 2\.500 bits"):
         allocate.solve_exact(allocate.read_costs(allocate.find_records(store, "tiny", "kivi", None), store), 2.0)

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvq.errors import Unsupported
 from kvq.results import Store
 from kvq_lab import choose, choosing, memory, needles
 from kvq_lab.racing import find_positive, round_level, round_sizes, run_race
@@ -178,6 +179,16 @@ def test_a_model_larger_than_memory_is_one_line(
     assert re.search(
         r"its weights take .* as bfloat16, cpu has 1,000 bytes free; .* smaller model", capsys.readouterr().err
     )
+
+
+def test_bytes_are_those_of_the_settings(model: Path, text: Path, tmp_path: Path) -> None:
+    words = [f"model={model}", "method=kivi bits=4", f"text={text}", "window=64", f"results={tmp_path}"]
+    race = choosing.Chooser(choose.parse_question(words))
+    plain, kept = (race._build_format(("method=kivi", "bits=4", *more)) for more in ((), ("residual.size=0",)))
+    assert kept.bytes < plain.bytes
+    assert kept.name == f"{plain.name} residual.size=0"
+    with pytest.raises(Unsupported, match="sink_tokens of kivi"):
+        race._build_format(("method=kivi", "bits=4", "method.sink_tokens=4"))
 
 
 def test_needles_are_shown_where_full_precision_finds_them(
