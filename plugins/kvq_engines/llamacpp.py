@@ -128,9 +128,7 @@ def library() -> tuple[Any, Any]:
             f"task.engine=llamacpp: needs {name}=={pinned} and cffi; pip install -e '.[llamacpp]'"
         ) from error
     if found.version != pinned:
-        raise ConfigError(
-            f"task.engine=llamacpp: {name}=={found.version} is installed; its layout is known of {pinned}"
-        )
+        raise ConfigError(f"task.engine=llamacpp: {name}=={found.version} installed; its layout is known of {pinned}")
     file = next(Path(str(found.locate_file(one))) for one in found.files or () if one.name.endswith(".abi3.so"))
     ffi = cffi.FFI()
     ffi.cdef(_DECLARATIONS)
