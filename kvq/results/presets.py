@@ -324,11 +324,11 @@ def _protocol_departures(run: Record) -> list[str]:
     out += _first_token_departure(run)
     if weights := part_of(run.config, "model").get("weights"):
         out.append(f"weights in {weights}")
-    stored, own = cache_dtype(run), preset("model", run.model) or {}
-    if not _is_diagnostic(run.task) and stored != (own.get("cache_dtype") or run.provenance.dtype):
+    models = part_of(run.config, "model"), preset("model", run.model) or {}
+    stored, usual = (model.get("cache_dtype") or run.provenance.dtype for model in models)
+    if not _is_diagnostic(run.task) and stored != usual:
         out.append(_CACHES.get(stored, f"cache in {stored}"))
-    seed = run.config.get("seed")
-    return [*out, *([f"seed {seed}"] if seed else [])]
+    return [*out, *([f"seed {seed}"] if (seed := run.config.get("seed")) else [])]
 
 
 def _added_by_variants(task: str) -> Settings:

@@ -187,7 +187,7 @@ def test_another_version_of_the_wheel_is_refused(file, monkeypatch):
     monkeypatch.setattr(llamacpp, "WHEEL", ("xllamacpp", "2025.1.1"))
     llamacpp.library.cache_clear()
     try:
-        with pytest.raises(ConfigError, match=r"xllamacpp==\S+ is installed; its layout is known of 2025.1.1"):
+        with pytest.raises(ConfigError, match=r"xllamacpp==\S+ installed; its layout is known of 2025.1.1"):
             LlamaCpp(file, TOKENS)
     finally:
         llamacpp.library.cache_clear()
