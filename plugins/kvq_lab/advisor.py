@@ -19,6 +19,7 @@ from kvq.config.explain import COMPOSE_ERRORS, choices, composed
 from kvq.config.run import EMBEDDED
 from kvq.errors import ConfigError, RecordError, printable
 from kvq.methods.build import method_of
+from kvq.methods.method import Method
 from kvq.models.inputs import CacheShape, cache_shape
 from kvq.report.comparisons import Comparisons, Verdicts, read_records, samples_of, unbeaten
 from kvq.report.labels import BY_ENGINE
@@ -281,11 +282,15 @@ def _config_of(name: str, bits: str) -> Config:
 def cache_bytes(shape: CacheShape, name: str, bits: str, context: int) -> float | None:
     """Bytes of a method's cache of one sequence; None: they do not follow from the shape of the model."""
     try:
-        method = method_of(_config_of(name, bits), *shape.head_dims)
-        check_shapes_suffice(method)
-        return float(sum(row["total"] for row in rows_of(shape, method, context, measured=False)))
+        return bytes_of(shape, method_of(_config_of(name, bits), *shape.head_dims), context)
     except COMPOSE_ERRORS:
         return None
+
+
+def bytes_of(shape: CacheShape, method: Method, context: int) -> float:
+    """Bytes of a cache of one sequence. Raises: Unsupported: as `check_shapes_suffice`."""
+    check_shapes_suffice(method)
+    return float(sum(row["total"] for row in rows_of(shape, method, context, measured=False)))
 
 
 def held_elements(shape: CacheShape, tokens: int = 1) -> int:

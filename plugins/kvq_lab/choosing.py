@@ -25,8 +25,7 @@ from kvq.report.labels import BY_ENGINE
 from kvq.results import Record, Store
 from kvq.results.statistics import losses
 from kvq.runs import Prepared, run
-from kvq.tasks.memory import check_shapes_suffice, rows_of
-from kvq_lab.advisor import MOST, format_bytes
+from kvq_lab.advisor import MOST, bytes_of, format_bytes
 from kvq_lab.memory import check_memory
 from kvq_lab.racing import Race, round_sizes, run_race
 
@@ -195,8 +194,7 @@ class Chooser:
         if config.method.calibration.dataset is not None:
             raise Unsupported("is fitted to a text first, which choose does not do")
         method = Prepared(config).method  # raises where model and format do not fit
-        check_shapes_suffice(method)
-        size = sum(row["total"] for row in rows_of(self.shape, method, self.context, measured=False))
+        size = bytes_of(self.shape, method, self.context)
         more = [word for word in words if word.partition("=")[0] not in ("method", "bits")]
         name = " ".join(filter(None, [config.method.label or config.method.name, config.bits_label, *more]))
         line = config.method.serve or " ".join(["python run.py", *self.question.model, *words])

@@ -266,9 +266,7 @@ def measure(inputs: Inputs, method: Method, baseline: Baseline | None, journal: 
     task: ToolsConfig = inputs.config.task
     reader = Reader.of(inputs, method)
     items = make_items(inputs, reader.can_mix_lengths)
-    found = measure_items(
-        items, lambda batch: answer_batch(reader, inputs, batch), task, journal, baseline, method.label
-    )
+    found = measure_items(items, lambda some: answer_batch(reader, inputs, some), task, journal, baseline, method.label)
     scored = [sample for sample in found.samples if "skipped" not in sample]
     metrics = dict(found.metrics)
     for name in CHECKS:
