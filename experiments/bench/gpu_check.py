@@ -102,7 +102,7 @@ class Check:
                 same = [(found.parts[part] == stored).double().mean() for part, stored in expected.parts.items()]
                 apart = codec.decode(found).double() - codec.decode(expected).double()
                 out[f"{name}_{bits}b_{side}_d{dim}_{str(dtype).removeprefix('torch.')}"] = {
-                    "fused": float(encoder_for(mine.chain, x[:, None]) is not None),
+                    "fused": float(encoder_for(mine.chain, x[:, None, :, :128]) is not None),
                     "parts_differing": 1 - float(torch.stack(same).min()),
                     "decoded_difference": float(apart.norm() / codec.decode(expected).double().norm()),
                 }

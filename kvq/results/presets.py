@@ -210,9 +210,10 @@ def _codec_departures(ours: Any, theirs: Any) -> tuple[list[str], list[str]]:
 
 
 def _changed_settings(ours: Any, theirs: Any, prefix: str = "") -> list[str]:
-    """Settings of a part that differ from the preset's; settings that the record lacks are left out."""
+    """Settings of a part that differ from the preset's; one that was removed is `null`."""
     mine, preset = (dict(flatten(part)) for part in (ours, theirs))
-    changed = [(name, value) for name, value in mine.items() if preset.get(name) != value]
+    every = {name: mine.get(name, "null") for name in {**mine, **preset}}
+    changed = [(name, value) for name, value in every.items() if value != preset.get(name, "null")]
     return [in_words(prefix + ("codec" if name == "_target_" else name), value) for name, value in changed]
 
 

@@ -107,9 +107,7 @@ class Provenance(_Frozen):
         default=None, description="program that computed the logits, with its build; null: transformers"
     )
     dataset_fingerprint: str | None = Field(default=None, description="null: the run ended before the data was loaded")
-    dataset_source: str | None = Field(
-        default=None, description="what dataset.path was; null: no local text, or unknown"
-    )
+    dataset_source: str | None = Field(default=None, description="what dataset.path was; null: not local, or unknown")
     model_fingerprint: str | None = Field(default=None, description="null: the run ended before the model was loaded")
     command: str
     started: Annotated[AwareDatetime, AfterValidator(lambda moment: moment.astimezone(UTC))]

@@ -27,17 +27,7 @@ from kvq.models.layers import head_dims_of, window_of
 from kvq_engines.pair_order import interleaved_in_gguf
 
 WHEEL: Final = ("xllamacpp", "2026.10.11549")
-TYPES: Final = {
-    "f32": 0,
-    "f16": 1,
-    "q4_0": 2,
-    "q4_1": 3,
-    "q5_0": 6,
-    "q5_1": 7,
-    "q8_0": 8,
-    "iq4_nl": 20,
-    "bf16": 30,
-}
+TYPES: Final = {"f32": 0, "f16": 1, "q4_0": 2, "q4_1": 3, "q5_0": 6, "q5_1": 7, "q8_0": 8, "iq4_nl": 20, "bf16": 30}
 """ggml's numbers of the types that its cache takes."""
 _UNROTATED = "LLAMA_ATTN_ROT_DISABLE"
 _BATCH: Final = 512

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
+import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -137,6 +138,10 @@ def _run_in_threads(work: Callable[[Heads], None], places: list[Heads]) -> None:
 def pool(threads: int) -> ThreadPoolExecutor:
     """Threads that run the loops, which release the GIL."""
     return ThreadPoolExecutor(threads, "kvq-attention")
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=pool.cache_clear)  # a child has none of the threads
 
 
 @dataclass(frozen=True)

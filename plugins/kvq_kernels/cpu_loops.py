@@ -205,10 +205,7 @@ def _channel_mix(codes):
 def _token_scores(codes):
     """A loop that computes the scores of a segment with statistics per token and `codes.channels` channels."""
     dim, span, groups = codes.dim, codes.channels, codes.dim // codes.channels
-    read, (dots, _) = (
-        _statistics_loop(codes, groups),
-        _value_loops(codes, span),
-    )
+    read, (dots, _) = (_statistics_loop(codes, groups), _value_loops(codes, span))
 
     @numba.njit(**OPTIONS)
     def scores(query, planes, tables, statistics, size, norms, start, tokens, out):
@@ -241,10 +238,7 @@ def _token_scores(codes):
 def _token_mix(codes):
     """A loop that adds the weighted sums of a segment with statistics per token and `codes.channels` channels."""
     dim, span, groups = codes.dim, codes.channels, codes.dim // codes.channels
-    read, (_, sums) = (
-        _statistics_loop(codes, groups),
-        _value_loops(codes, span),
-    )
+    read, (_, sums) = (_statistics_loop(codes, groups), _value_loops(codes, span))
 
     @numba.njit(**OPTIONS)
     def mix(weights, planes, tables, statistics, size, norms, start, tokens, out):

@@ -29,13 +29,17 @@ FIELDS = 256
 """Fields of a string that a program reads."""
 BACK = 2**28
 """Bytes of a trellis's predecessors that are in memory at once."""
+WIDEST = 256
+"""Channels of a head that fit the memory of a program, at most."""
 GAINS = {"none": 0, "l2": 1, "norm": 2, "parallel": 3, "unit": 4}
 
 
 def fits(chain: UniformChain, blocks: Float[Tensor, "batch blocks heads tokens head_dim"]) -> bool:
-    """Whether the groups of blocks align with the bytes and tiles of the kernels."""
+    """Whether heads are narrow enough, and the groups of blocks align with the bytes and tiles of the kernels."""
     tokens, dim = blocks.shape[-2:]
     size, groups = chain.group(tokens, dim)
+    if dim > WIDEST:
+        return False
     if not chain.per_channel:
         return groups == 1 or (size.bit_count() == 1 and dim % size == 0)
     return groups == 1 or size % (8 if size <= LONGEST else TILE) == 0
@@ -68,15 +72,16 @@ def encode(chain: UniformChain, blocks: Float[Tensor, "batch blocks heads tokens
     step = size if held else min(TILE, tokens)
     n, tiles = max(16, triton.next_power_of_2(step)), triton.cdiv(tokens, step)
     levels = 2 ** (quantizer.bits - 1) - 1 if quantizer.symmetric else 2**quantizer.bits - 1
-    triton_encode.encode_tile[(count * tiles, batch * heads)](
-        x, turn.matrix, *planes, *[planes[0]] * (3 - len(planes)), parts["scale"], low,
-        parts["scale"] if norm is None else parts[norm], *given,
-        *x.stride()[:4], heads, count, tokens, tiles, size, groups, quantizer.clip, float(levels), float(chain.top),
-        turn.root, turn.norm_root, dim, *chain.widths, *(0,) * (3 - len(chain.widths)),
-        chain.per_channel, d if groups == 1 else size, known, _grid_kind(chain), GAINS[quantizer.gain],
-        turn.rotated, chain.signs, chain.norm is not None, step, n, d, _rows_at_once(turn.matrix, d),
-        num_warps=8 if n * d > 8192 else 4,
-    )  # fmt: skip
+    with torch.cuda.device_of(x):
+        triton_encode.encode_tile[(count * tiles, batch * heads)](
+            x, turn.matrix, *planes, *[planes[0]] * (3 - len(planes)), parts["scale"], low,
+            parts["scale"] if norm is None else parts[norm], *given,
+            *x.stride()[:4], heads, count, tokens, tiles, size, groups, quantizer.clip, float(levels), float(chain.top),
+            turn.root, turn.norm_root, dim, *chain.widths, *(0,) * (3 - len(chain.widths)),
+            chain.per_channel, d if groups == 1 else size, known, _grid_kind(chain), GAINS[quantizer.gain],
+            turn.rotated, chain.signs, chain.norm is not None, step, n, d, _rows_at_once(turn.matrix, d),
+            num_warps=8 if n * d > 8192 else 4,
+        )  # fmt: skip
     return {name: part.transpose(1, 2) for name, part in parts.items()}
 
 
@@ -85,10 +90,11 @@ def _ranges(chain: UniformChain, x: Tensor, turn: _Transform, d: int, size: int)
     batch, count, heads, tokens, dim = x.shape
     tiles = triton.cdiv(tokens, TILE)
     low, high = torch.empty(2, batch, heads, count, tiles, dim, device=x.device)
-    triton_encode.ranges[(count * tiles, batch * heads)](
-        x, turn.matrix, low, high, *x.stride()[:4], heads, count, tokens, tiles, turn.root, turn.norm_root, dim,
-        turn.rotated, chain.signs, chain.norm is not None, TILE, d, _rows_at_once(turn.matrix, d),
-    )  # fmt: skip
+    with torch.cuda.device_of(x):
+        triton_encode.ranges[(count * tiles, batch * heads)](
+            x, turn.matrix, low, high, *x.stride()[:4], heads, count, tokens, tiles, turn.root, turn.norm_root, dim,
+            turn.rotated, chain.signs, chain.norm is not None, TILE, d, _rows_at_once(turn.matrix, d),
+        )  # fmt: skip
     together = triton.cdiv(min(size, tokens), TILE)
     short = (0, 0, 0, -tiles % together)
     grouped = (
@@ -107,9 +113,10 @@ def search(
     codes = torch.empty(quantizer.bits, len(vectors), dtype=torch.uint8, device=y.device)
     scores = torch.empty(len(vectors), device=y.device)
     columns = book_columns(quantizer.codebook, quantizer.bits, y.device)
-    triton_encode.search[(triton.cdiv(len(vectors), VECTORS),)](
-        vectors, columns, codes[0], codes[-1], scores, len(vectors), quantizer.bits == 2, VECTORS
-    )
+    with torch.cuda.device_of(y):
+        triton_encode.search[(triton.cdiv(len(vectors), VECTORS),)](
+            vectors, columns, codes[0], codes[-1], scores, len(vectors), quantizer.bits == 2, VECTORS
+        )
     return parts_of_search(quantizer, y, codes, scores)
 
 
@@ -174,10 +181,11 @@ def codes_of(
     for part, out in zip(x.split(rows), codes.split(rows), strict=True):
         if part.numel():
             back = torch.empty(*part.shape, states // 2, dtype=torch.uint8, device=x.device)
-            triton_encode.search_trellis[(len(part),)](
-                part.contiguous(), fields, weights, books, back, out, x.shape[1], states.bit_length() - 1, len(books),
-                num_warps=max(1, min(8, states // 128)), enable_fp_fusion=False,
-            )  # fmt: skip
+            with torch.cuda.device_of(x):
+                triton_encode.search_trellis[(len(part),)](
+                    part.contiguous(), fields, weights, books, back, out, x.shape[1], states.bit_length() - 1,
+                    len(books), num_warps=max(1, min(8, states // 128)), enable_fp_fusion=False,
+                )  # fmt: skip
     return codes
 
 
@@ -195,5 +203,6 @@ def values_of(
     if rows and fields:
         grid = (rows, triton.cdiv(fields, FIELDS))
         places = (starts, shifts, masks, entries)
-        triton_encode.read_fields[grid](strings, *places, books, out, fields, strings.shape[1], FIELDS)
+        with torch.cuda.device_of(books):
+            triton_encode.read_fields[grid](strings, *places, books, out, fields, strings.shape[1], FIELDS)
     return out

@@ -35,6 +35,7 @@ from kvq.kernels.linear_chain import (
 )
 from kvq.kernels.pieces import decode_shift, iter_runs
 from kvq_kernels import triton_loops
+from kvq_kernels.encode_gpu import WIDEST
 
 TILE = 32
 """Tokens that a program holds in registers."""
@@ -74,6 +75,8 @@ def unfit_reason(states: PackedStates) -> str | None:
         return f"{name} with tokens scaled to norm 1 has no Triton kernel"
     if not is_affine(quantizer) and not isinstance(quantizer, LloydMaxQuantizer | SignedMaxQuantizer | VectorQuantizer):
         return f"{name} has no Triton kernel"
+    if states.shape[-1] > WIDEST:
+        return f"heads of {states.shape[-1]} channels have no Triton kernel"
     if quantizer.bits > 8:
         return f"{name} of {quantizer.bits} bits has no Triton kernel"
     if len(chain.shifts) > 1:
@@ -213,7 +216,7 @@ def attend(
     softcap: float | None = None,
     per_split: int | None = None,
 ) -> Float[Tensor, "batch heads 1 _dim"]:
-    """As `kvq.kernels.eager.attend`, for queries up to fp32.
+    """As `kvq.kernels.eager.attend`, for queries up to fp32; of 16-bit ones, states beyond 65,504 overflow.
 
     Args:
         per_split: tokens that a program reads, a multiple of `TILE`; None: as many as give `_PROGRAMS` programs.
@@ -237,26 +240,29 @@ def attend(
     every = sum(splits) + (1 if rest else 0)
     sums = q.new_empty(batch, heads, every, group, dim)
     tops, totals = (q.new_empty(batch, heads, every, group) for _ in range(2))
-    d, rows = triton.next_power_of_2(dim), max(16, triton.next_power_of_2(group))
+    d, rows = max(16, triton.next_power_of_2(dim)), max(16, triton.next_power_of_2(group))
     rotated = launches[0][0].chain.rotate(q).contiguous()
     moved = _shift_scores(keys, launches[0][0].chain.shifts, launches[0][0].chain, q)
     moved = None if moved is None else moved.contiguous()
     full = triton_loops.Full(rest_k, rest_v, (*rest_k.stride()[:2], *rest_v.stride()[:2]))
     none = triton_loops.Shifts(q, q, (0, 0, 0, 0), 1)
-    for index, (key, value, start, tokens) in enumerate(launches):
-        here, last = splits[index], index == len(launches) - 1
-        triton_loops.attend_split[(here + (1 if rest and last else 0), batch * heads)](
-            rotated, q, sums, tops, totals,
-            key.stored, q if moved is None else moved, value.stored, value.shifts or none, full,
-            heads, group, start, tokens, keys.packed_tokens, rest, per_split, here, sum(splits[:index]), every, first,
-            float(scaling), float(softcap or 1),
-            dim, *key.widths, *value.widths, key.per_channel, value.per_channel, key.kind, value.kind,
-            key.top, value.top, key.normed, value.normed, moved is not None, value.shifts is not None,
-            softcap is not None, TILE, d, rows, half,
-            num_stages=STAGES["tables" if max(key.kind, value.kind) >= triton_loops.LEVELS else "grids"],
-        )  # fmt: skip
     mixed, plain = torch.empty_like(q), torch.empty_like(q)
-    triton_loops.combine[(batch * heads, group)](sums, tops, totals, mixed, plain, group, every, sum(splits), dim, d)
+    with torch.cuda.device_of(q):  # where Triton launches
+        for index, (key, value, start, tokens) in enumerate(launches):
+            here, last = splits[index], index == len(launches) - 1
+            triton_loops.attend_split[(here + (1 if rest and last else 0), batch * heads)](
+                rotated, q, sums, tops, totals,
+                key.stored, q if moved is None else moved, value.stored, value.shifts or none, full,
+                heads, group, start, tokens, keys.packed_tokens, rest, per_split, here, sum(splits[:index]), every,
+                first, float(scaling), float(softcap or 1),
+                dim, *key.widths, *value.widths, key.per_channel, value.per_channel, key.kind, value.kind,
+                key.top, value.top, key.normed, value.normed, moved is not None, value.shifts is not None,
+                softcap is not None, TILE, d, rows, half,
+                num_stages=STAGES["tables" if max(key.kind, value.kind) >= triton_loops.LEVELS else "grids"],
+            )  # fmt: skip
+        triton_loops.combine[(batch * heads, group)](
+            sums, tops, totals, mixed, plain, group, every, sum(splits), dim, d
+        )
     out = launches[0][1].chain.rotate_back(mixed) + plain
     return out.reshape(batch, query.shape[1], 1, dim).to(query.dtype)
 

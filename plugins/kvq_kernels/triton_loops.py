@@ -60,6 +60,10 @@ class Full(NamedTuple):
     strides: tuple[int, ...]
 
 
+CHANGING = ["start", "tokens", "prefix", "rest", "packed_splits", "first_split", "all_splits", "first"]
+"""Numbers that change as a cache grows: none of their values has a compilation of its own."""
+
+
 @triton.jit
 @no_type_check
 def _plane(base, token, tokens, channels, dim, width: tl.constexpr, n: tl.constexpr, d: tl.constexpr):
@@ -238,7 +242,7 @@ def _attend_full(
     return top, total, sums
 
 
-@triton.jit
+@triton.jit(do_not_specialize=CHANGING)
 @no_type_check
 def attend_split(
     q_rotated, q_plain, out, tops, totals, keys, k_shift, values, v_shifts, full, heads, group, start, tokens, prefix,

@@ -18,8 +18,9 @@ import yaml
 
 from kvq.errors import ConfigError, RecordError
 from kvq.report.labels import label
-from kvq.results import Record, Store, is_stale
+from kvq.results import Record, Store, is_stale, run_key
 from kvq.results.files import write_file
+from kvq.results.presets import PROTOCOL
 from kvq_lab.words import parse_number, parse_words, run_command
 
 SIDES = ("key", "value")
@@ -210,6 +211,9 @@ def find_records(store: Store, model: str, method: str, dataset: str | None, hea
     if len(texts) > 1:
         raise RecordError(f"costs of method={method} on {', '.join(texts)} are on record; choose by dataset=")
     chosen = matching if heads else [record for record in matching if not _has_heads(record)] or matching
+    forms = {(label(one), run_key({name: one.config.get(name) for name in PROTOCOL})): one.key[:8] for one in chosen}
+    if len(forms) > 1:
+        raise RecordError(f"two records of method={method} differ in more than bits: {', '.join(forms.values())}")
     return sorted(chosen, key=lambda record: record.bits)
 
 

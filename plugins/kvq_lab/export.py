@@ -108,6 +108,7 @@ def layer_map(config: Config, form: str) -> str:
     """
     if form not in _MAPS:
         raise Unsupported(f"map={form}: {', '.join(_MAPS)}")
+    _check_preset(config, "bits_by_layer", "key", "value")
     key, value = (_layer_formats(config, form, side) for side in ("key", "value"))
     if form == "ikllama":
         return f"llama-server -m M.gguf -fa {_edge_flags('ctk', key)} {_edge_flags('ctv', value)}"
@@ -130,6 +131,8 @@ def _layer_formats(config: Config, form: str, side: str) -> list[str]:
         raise Unsupported(f"map={form}: method.bits_by_layer has the bits of each layer; method={method.name} has none")
     widths: list[Any] = [pair[side == "value"] for pair in method.bits_by_layer.widths(bits)]
     for layer in method.full_precision_layers.get(side, ()):
+        if not -len(widths) <= layer < len(widths):
+            raise Unsupported(f"map={form}: method.full_precision_layers.{side}: {layer}, of {len(widths)} layers")
         widths[layer] = 16
     formats = {16: "", **_MAPS[form]}
     for layer, width in enumerate(widths):
@@ -153,22 +156,27 @@ def _edge_flags(flag: str, types: list[str]) -> str:
     return " ".join([f"-{flag} {base}", *(f"-{flag}-{end} {name},{count}" for end, own in ends for name, count in own)])
 
 
-def _check_preset(config: Config) -> None:
-    """Raise `Unsupported` for a setting of the method that differs from its preset: engines have no flag for it."""
-    plain = resolve(compose([f"method={config.method.name}", f"bits={config.bits_label or 3}"])).method
-    mine, preset = (canonical_method(method) for method in (config.method, plain))
+def _check_preset(config: Config, *given: str) -> None:
+    """Raise `Unsupported` for a setting but those `given` that differs from the preset: engines lack its flag."""
+    bits = "" if config.method.bits_by_layer else config.bits_label
+    plain = resolve(compose([f"method={config.method.name}", f"bits={bits or 3}"]))
+    mine, preset = (canonical_method(one.method) for one in (config, plain))
     changed = [name for name in sorted(mine.keys() | preset.keys()) if mine.get(name) != preset.get(name)]
-    changed = [name for name in changed if name != "full_precision_layers"]
+    changed = [f"method.{name}" for name in changed if name not in ("full_precision_layers", *given)]
+    if "residual" not in given and config.residual != plain.residual:
+        changed.append("residual")
     if changed:
-        raise Unsupported(f"method.{changed[0]}: departs from {config.method.name}, which is what its engine stores")
+        raise Unsupported(f"{changed[0]}: departs from {config.method.name}, which is what its engine stores")
 
 
 def _transformers_arguments(config: Config) -> str:
     """The call of `generate` with transformers' quantized cache."""
     backend, residual = config.method.policies["backend"], config.residual
     size = residual.size if residual.size is not None else config.method.residual.size
-    if config.method.bits_by_layer or any(config.method.full_precision_layers.values()):
-        raise Unsupported(f"method={config.method.name}: transformers' quantized cache stores all layers alike")
+    _check_preset(config, "backend", "residual", "bits_by_layer")
+    apart = {residual.key.size, residual.value.size} - {size, None} or config.method.bits_by_layer
+    if apart or any(config.method.full_precision_layers.values()):
+        raise Unsupported(f"method={config.method.name}: transformers' cache stores all layers alike, and both sides")
     settings = {
         "backend": backend["name"],
         "nbits": backend["bits"],

@@ -245,7 +245,8 @@ def search_table(searches: list[Mapping[str, Any]]) -> pd.DataFrame:
     for search in searches:
         settings = search["settings"]
         for number, (trial, volume) in enumerate(zip(search["trials"], search["hypervolume"], strict=True), 1):
-            values = dict(zip(settings["objectives"], trial["values"] or [], strict=False))
+            values = dict.fromkeys(settings["objectives"], np.nan)  # of a trial that failed
+            values |= dict(zip(settings["objectives"], trial["values"] or [], strict=False))
             point = {"sampler": settings["sampler"], "seed": settings["seed"], "trial": number, "hypervolume": volume}
             lines.append({**point, "words": " ".join(trial["words"]), **values})
     table = pd.DataFrame(lines)

@@ -1,11 +1,12 @@
 """`kvq leaderboard`: one page of methods by model and budget of measured bits, from nothing but records.
 
 Of each model the decoding protocol with most methods counts. A method's budget is the least that holds its measured
-bits. Needles and speed are those of the same preset and bits on the same model, where they are on record.
+bits. Needles are those of the same method on the same model, where they are on record.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib import resources
@@ -19,7 +20,7 @@ from kvq.report.comparisons import read_records
 from kvq.report.labels import model_name
 from kvq.report.tables.build import build_tables
 from kvq.report.tables.layout import Row, Table
-from kvq.results import Record, Store
+from kvq.results import Record, Store, run_key
 from kvq.results.files import record_path_of, write_file
 from kvq.results.metrics import IN_FLIGHT, total_bits
 from kvq.results.presets import part_of
@@ -56,7 +57,6 @@ class Entry:
     tail: float | None
     needles: float | None
     bytes: float | None
-    speed: float | None
     noise: bool
     frontier: bool
     engine: str
@@ -78,9 +78,9 @@ def list_entries(store: Store) -> list[Entry]:
         model = table.rows[0].record.model
         if model not in tables or len(_rows_to_list(table)) > len(_rows_to_list(tables[model])):
             tables[model] = table
-    others = _OtherRuns(records)
+    needles = _needles_of(records)
     entries = [
-        _make_entry(row, budget, others)
+        _make_entry(row, budget, needles.get(_method_key(row.record)))
         for table in tables.values()
         for row in _rows_to_list(table)
         if (budget := budget_of(row.record.metrics["bits_per_element"])) is not None
@@ -100,36 +100,18 @@ def _rows_to_list(table: Table) -> list[Row]:
     ]
 
 
-class _OtherRuns:
-    """Runs of other tasks with the same preset and bits on the same model, for needles and speed."""
-
-    def __init__(self, records: Iterable[Record]) -> None:
-        done = [record for record in records if record.status == "done"]
-        needles = [record for record in done if record.task == "niah" and "accuracy" in record.metrics]
-        # Of several runs of one name the largest, the first of those.
-        needles.sort(key=lambda record: record.metrics.get("items", 0), reverse=True)
-        self._needles = {_preset_key(record): record for record in reversed(needles)}
-        self._speed = {_preset_key(record): record for record in done if record.task == "throughput"}
-
-    def needles(self, record: Record) -> float | None:
-        """Share of needles retrieved in the largest run of the record's preset and bits; None: no run."""
-        run = self._needles.get(_preset_key(record))
-        return None if run is None else run.metrics["accuracy"]
-
-    def speed(self, record: Record) -> float | None:
-        """Decoding speed relative to full precision on the same CPU; None: not both are measured."""
-        run, full = self._speed.get(_preset_key(record)), self._speed.get((record.model, "fp16", ""))
-        if run is None or full is None or run.provenance.cpu != full.provenance.cpu:
-            return None
-        rates = [one.metrics.get("decode_tokens_per_second") for one in (run, full)]
-        return rates[0] / rates[1] if rates[0] and rates[1] else None
+def _needles_of(records: Iterable[Record]) -> dict[str, float]:
+    """By method, bits, residual and model, all settings alike, the share of needles retrieved in the largest run."""
+    done = [record for record in records if record.status == "done" and record.task == "niah"]
+    done.sort(key=lambda record: record.metrics.get("items", 0))
+    return {_method_key(record): record.metrics["accuracy"] for record in done if "accuracy" in record.metrics}
 
 
-def _preset_key(record: Record) -> tuple[str, str, str]:
-    return record.model, record.method, record.bits
+def _method_key(record: Record) -> str:
+    return run_key({name: record.config.get(name) for name in ("model", "method", "residual")})
 
 
-def _make_entry(row: Row, budget: float, others: _OtherRuns) -> Entry:
+def _make_entry(row: Row, budget: float, needles: float | None) -> Entry:
     record, metrics = row.record, row.record.metrics
     engine = record.provenance.engine or ("by preset" if record.method.startswith("engine/") else "")
     return Entry(
@@ -142,15 +124,14 @@ def _make_entry(row: Row, budget: float, others: _OtherRuns) -> Entry:
         loss=metrics["delta_nll"],
         error=metrics.get("delta_nll_se"),
         tail=metrics.get("kl_p999"),
-        needles=others.needles(record),
+        needles=needles,
         bytes=_bytes_at_context(metrics),
-        speed=others.speed(record),
         noise=row.within_noise,
         frontier=row.best_measured,
         engine=engine,
         text=record.dataset,
         windows=int(metrics.get("windows", 0)),
-        record=Path("runs", record_path_of(record)).as_posix(),
+        record=record_path_of(record).as_posix(),
     )
 
 
@@ -169,8 +150,8 @@ def decoding_tables(store: Store, records: Sequence[Record]) -> tuple[Table, ...
     return build_tables(store, scanned=(scored, [])).tables
 
 
-def render_page(entries: Sequence[Entry]) -> str:
-    """The page as HTML without external resources; its only links are to records in the same folder."""
+def render_page(entries: Sequence[Entry], runs: str = "runs") -> str:
+    """The page as HTML without external resources; its only links are to records in the folder `runs`."""
     source = resources.files("kvq_lab").joinpath("leaderboard.html.j2").read_text(encoding="utf-8")
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     groups: dict[tuple[str, float], list[Mapping[str, Any]]] = {}
@@ -178,7 +159,7 @@ def render_page(entries: Sequence[Entry]) -> str:
         groups.setdefault((entry.model, entry.budget), []).append(asdict(entry))
     models = list(dict.fromkeys(entry.model for entry in entries))
     variables = {"groups": groups, "models": models, "budgets": BUDGETS, "context": CONTEXT, "lengths": IN_FLIGHT}
-    return environment.from_string(source).render(**variables)
+    return environment.from_string(source).render(**variables, runs=runs)
 
 
 def _write_leaderboard(words: list[str]) -> int:
@@ -189,7 +170,8 @@ def _write_leaderboard(words: list[str]) -> int:
         raise RecordError(f"no method is on record in '{store.runs}'; measure some: python run.py -m method=nsn,kivi")
     out = Path(values.get("out", str(store.root / "leaderboard.html")))
     try:
-        write_file(out, render_page(entries).encode(), durable=False)
+        runs = Path(os.path.relpath(store.runs, out.parent)).as_posix()
+        write_file(out, render_page(entries, runs).encode(), durable=False)
     except OSError as error:
         raise RecordError(f"out={out}: cannot be written: {error.strerror}") from error
     print(f"{out} ({len(entries)} methods on {len({entry.model for entry in entries})} models)")

@@ -105,7 +105,7 @@ class Space:
             elif one.is_sweep_override():
                 axes.append(SearchAxis(name, tuple(one.sweep_string_iterator())))
             else:
-                fixed.append(f"{name}={one.get_value_element_as_str()}" if value is not None else name)
+                fixed.append(f"{name}={one.get_value_element_as_str()}" if not one.is_delete() else name)
         if not axes:
             raise ConfigError("hydra/sweeper=kvq_search: no setting has several values; such as bits=2,3,4")
         return cls(tuple(axes), tuple(fixed))

@@ -54,6 +54,7 @@ def run(*overrides: str, **changes: Any) -> Record:
         ("method=oscar residual=sliding residual.size=64", "oscar, residual sliding 64"),
         ("method=kivi method.key.quantizer.group_size=64", "kivi, key group size 64"),
         ("method=kivi bits=2 method.key.quantizer.bits=8", "kivi, key bits 8"),
+        ("method=kivi ~method.key.quantizer.group_size", "kivi, key group size none"),
         ("method=kivi method.value=null", "kivi, value in full precision"),
         ("method=kivi method.sink_tokens=4", "kivi, sink tokens 4"),
         ("method=kivi method.bits_by_layer.key=[8,4,4,2]", "kivi, key bits by layer 8 4 4 2"),

@@ -31,9 +31,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         picture(index).save(made / f"{index}.png")
         kind = "Scene Text-centric VQA" if index % 2 else "Regular Text Recognition"
         # A byte model answers with bytes: by chance some of these letters are contained.
-        rows.append(
-            {"image": f"{index}.png", "question_type": kind, "dataset": "made", "question": f"what is {index}?"}
-        )
+        rows.append({"image": f"{index}.png", "question_type": kind, "dataset": "made", "question": f"what's {index}?"})
         rows[-1]["answer"] = [chr(letter) for letter in range(97, 110)]
     (made / "torn.png").write_bytes(b"no picture")
     rows += [{**rows[0], "image": "torn.png"}, {**rows[0], "answer": []}]

@@ -116,13 +116,11 @@ def _make_rows(records: Sequence[Record], comparisons: compare.Comparisons) -> t
     variants = {record.key for record in done if is_variant(record)}
     corrected = holm({r.key: r.metrics["p_value"] for r in done if "p_value" in r.metrics})
     noisy = {record.key for record in done if compare.is_noise(record, corrected.get(record.key))}
-    methods = [record for record in done if record.key not in variants]
+    methods = [record for record in done if record.key not in variants and not is_stale(record)]
     by_name: dict[str, list[Record]] = defaultdict(list)
     for record in done:
         by_name[names[record.key]].append(record)
-    verdicts = compare.Verdicts(
-        methods, comparisons, (pair for runs in by_name.values() for pair in compare.widths(runs))
-    )
+    verdicts = compare.Verdicts(methods, comparisons, (two for own in by_name.values() for two in compare.widths(own)))
     rivals = [record for record in done if record.key not in variants or keeps_first(record)]
     rival_names = [f"{names[one.key]} {one.bits}".strip() for one in rivals]
     found = {record.key: break_even(record.metrics, [one.metrics for one in rivals]) for record in done}

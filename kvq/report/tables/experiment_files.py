@@ -136,7 +136,7 @@ def _notes_of(experiment: Experiment, cells: Sequence[Shown], numbers: Mapping[s
     if any(cell.error is not None for cell in cells):
         yield "± standard error."
     if any(cell.within_noise and not cell.unquantized for cell in cells):
-        yield "≈ within noise of full precision."
+        yield "≈ within noise of full precision (of answers: by each run's p alone, not corrected for the other cells)."
     if any(cell.unquantized for cell in cells):
         yield f"{UNQUANTIZED}: every prompt or text was shorter than the residual, so no token left full precision."
     if any(cell.stale for cell in cells):

@@ -16,6 +16,7 @@ from kvq.report.labels import is_on_test_text
 from kvq.report.tables.build import is_unquantized
 from kvq.report.tables.readings import Published, Reference, read_metric, read_statistic
 from kvq.results import Record, is_stale, run_key
+from kvq.results.metrics import metric_of
 from kvq.results.statistics import ALPHA
 
 NO_METRIC = "the run has no metric"
@@ -183,7 +184,8 @@ def _fill_cell(
     if value is None:
         return Shown(asked, published, reason=f"{NO_METRIC} '{asked.metric}'", machine=machine)
     single = found[0] if len(found) == 1 else None
-    error = None if single is None else single.metrics.get(f"{asked.metric}_se")
+    name, bracket, part = asked.metric.partition("[")
+    error = None if single is None else single.metrics.get(f"{name}_se{bracket}{part}")
     return Shown(
         asked,
         published,
@@ -200,11 +202,12 @@ def _fill_cell(
 
 
 def _within_noise(record: Record, metric: str) -> bool:
-    """Whether a metric is within noise of full precision: by its own test, if it can have one, else the run's."""
+    """Whether a metric is within noise of full precision: by its own test, else the run's if it is of the whole run."""
     name, metrics = metric.removeprefix("percent of "), record.metrics
     if record.baseline_key is None or f"{name}_p" in metrics:
         return record.baseline_key is not None and metrics[f"{name}_p"] > ALPHA
-    alone = f"{name}_lost" in metrics or name in ("same_answers", "same_tokens")
+    alone = f"{name}_lost" in metrics or "=" in name or name in ("same_answers", "same_tokens")
+    alone = alone or metric_of(name).unit in ("bits", "bytes", "bytes/sequence", "MB/s")
     return not alone and is_noise(record, metrics.get("p_value"))
 
 

@@ -1,6 +1,7 @@
 """The compiled CPU loops against fp64 dequantize-then-attend."""
 
 import dataclasses
+import os
 from typing import get_args
 
 import pytest
@@ -32,6 +33,15 @@ def check(keys, values, *, group=2, dtype=torch.float32, **settings):
     found = cpu.attend(q, keys, values, dim**-0.5, **settings)
     assert found.dtype is dtype
     assert oracle.error(found, oracle.attend(q, keys, values, dim**-0.5, **settings)) < TOLERANCE[dtype]
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
+def test_a_forked_process_has_threads_of_its_own():
+    assert cpu.pool(2).submit(int).result() == 0
+    child = os.fork()
+    if not child:
+        os._exit(cpu.pool(2).submit(lambda: 7).result(30))
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
 
 
 QUICK = [

@@ -62,7 +62,7 @@ def test_lines_by_budget_and_loss(store: Store) -> None:
     ]
     assert [one.engine for one in found] == ["", "", "by preset"]
     assert [one.bytes for one in found] == pytest.approx(3 * [leaderboard.CONTEXT * 400 / 2])
-    assert all((store.root / one.record).is_file() for one in found)
+    assert all((store.runs / one.record).is_file() for one in found)
 
 
 def test_tables_count_in_all_and_say_from_where_they_pay(store: Store) -> None:
@@ -80,22 +80,26 @@ def test_tables_count_in_all_and_say_from_where_they_pay(store: Store) -> None:
     assert "11,916 (engine/llamacpp_q4_0)" in render_page(list(found.values()))
 
 
-def test_needles_and_speed_stand_beside(store: Store) -> None:
-    for record in (
-        made.record("kivi", "2", task="niah", metrics={"accuracy": 0.25, "items": 4.0}, settings={"a": 1}),
-        made.record("kivi", "2", task="niah", metrics={"accuracy": 0.75, "items": 8.0}, settings={"a": 2}),
-        made.record("kivi", "2", task="throughput", metrics={"decode_tokens_per_second": 30.0}, settings={"a": 3}),
-        made.record("fp16", "", task="throughput", metrics={"decode_tokens_per_second": 20.0}, settings={"a": 4}),
+def test_needles_of_the_method_itself_stand_beside(store: Store) -> None:
+    known = {one.method: one.config for one in store.scan()[0]}
+    for method, items, changed in (
+        ("kivi", 4, {"seed": 1}),
+        ("kivi", 8, {"seed": 2}),
+        ("kivi", 9, {"residual": {"size": 1}}),
+        ("oscar", 9, {"residual": {"size": 1}}),
     ):
-        store.put(record)
+        settings = {**known[method], **changed}
+        metrics = {"accuracy": (items - 2) / 8, "items": float(items)}
+        store.put(made.record(method, "2", task="niah", metrics=metrics, settings=settings))
     by_name = {one.method: one for one in list_entries(store)}
-    assert (by_name["kivi 2"].needles, by_name["kivi 2"].speed) == (0.75, 1.5)
-    assert (by_name["oscar 2"].needles, by_name["oscar 2"].speed) == (None, None)
+    assert (by_name["kivi 2"].needles, by_name["oscar 2"].needles) == (0.75, None)
 
 
 def test_the_page(store: Store, capsys: pytest.CaptureFixture[str]) -> None:
     assert leaderboard.main([f"results={store.root}"]) == 0
     assert "(3 methods on 1 models)" in capsys.readouterr().out
+    assert leaderboard.main([f"results={store.root}", f"out={store.root / 'a' / 'page.html'}"]) == 0
+    assert 'href="../runs/ppl' in (store.root / "a" / "page.html").read_text(encoding="utf-8")
     text = (store.root / "leaderboard.html").read_text(encoding="utf-8")
     assert re.findall(r"<h2>(.+)</h2>", text) == ["tiny, up to 3.25 bits", "tiny, up to 8 bits"]
     assert "http" not in text.replace("http-equiv", "")

@@ -45,8 +45,9 @@ def space_of(*words: str) -> Space:
 
 
 def test_swept_values_are_axes() -> None:
-    space = space_of("model=tiny", "bits=2,3,4", "residual.size=range(32,96,32)", "method.x=interval(0.5,2)")
-    assert space.fixed == ("model=tiny",)
+    own = ("model=tiny", "residual.value.size=null", "~method.y")
+    space = space_of(*own, "bits=2,3,4", "residual.size=range(32,96,32)", "method.x=interval(0.5,2)")
+    assert space.fixed == own
     assert [axis.values for axis in space.axes] == [("2", "3", "4"), ("32", "64"), ()]
     assert space.axes[2].interval == (0.5, 2.0)
     assert space.size is None
@@ -124,6 +125,8 @@ def test_the_figure(tmp_path: Path) -> None:
     assert len(table) == 24
     assert table["frontier"].dropna().astype(bool).any()
     assert len(search_figure(table, "a title").get_axes()) == 2
+    failed = [{**search, "trials": [{**trial, "values": None} for trial in search["trials"]]} for search in found]
+    assert search_table(failed)[search_table(found).columns].dropna().empty
     (tmp_path / "searches" / "torn.json").write_text("{")
     assert len(read_searches(Store(tmp_path))) == 1
 

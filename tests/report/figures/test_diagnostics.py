@@ -243,12 +243,10 @@ def test_bars_of_drawn_states(tmp_path: Path) -> None:
 
 def test_bars_by_layer(tmp_path: Path) -> None:
     task = {"name": "model_states", "against": "turboquant/prod_keys", "against_bits": None}
-    places = [
-        {"key_ranking_error_reduction": r, "key_held_out_error_reduction": h} for r, h in ((0.6, -0.1), (0.5, 0.2))
-    ]
+    rows = [{"key_ranking_error_reduction": r, "key_held_out_error_reduction": h} for r, h in ((0.6, -0.1), (0.5, 0.2))]
     store = Store(tmp_path / "layers")
-    itself = [dict.fromkeys(places[0], 0.0)] * 2
-    table = layers_table(of_states(store, task, {"rtn": places, "kivi": places, "nsn": itself}), store)
+    itself = [dict.fromkeys(rows[0], 0.0)] * 2
+    table = layers_table(of_states(store, task, {"rtn": rows, "kivi": rows, "nsn": itself}), store)
     assert table["layer"].tolist() == [0, 1, 0, 1]
     assert table["key_held_out_error_reduction"].tolist() == pytest.approx([-10, 20, -10, 20])
     axes = layers_figure(table, "By layer").axes
@@ -257,7 +255,7 @@ def test_bars_by_layer(tmp_path: Path) -> None:
     bare = Store(tmp_path / "bare")
     assert layers_table(of_states(bare, task, {"rtn": [{"key_mse": 1.0}]}), bare).empty
     one = Store(tmp_path / "one")
-    assert layers_table(of_states(one, task, {"rtn": places[:1]}), one).empty
+    assert layers_table(of_states(one, task, {"rtn": rows[:1]}), one).empty
 
 
 def put_throughput(store: Store, residual: int, bits: str, machine: str = "one GPU") -> None:

@@ -12,6 +12,7 @@ import pytest
 
 from kvq.config.run import LayoutConfig
 from kvq.errors import RecordError
+from kvq.report.tables import experiments
 from kvq.report.tables.experiment_files import csv, fill, grids_of, latex, markdown, slug, write_experiments
 from kvq.report.tables.experiments import Answers, Asked, CellRun, Experiment, address, by_signature, shown_cells
 from kvq.report.tables.readings import Published, Reference, read_metric, read_reference
@@ -57,6 +58,8 @@ def test_measured_published_difference_and_dashes_with_reasons() -> None:
     assert grid.header[:4] == ["method", "published bits", "measured bits", "effective bits"]
     assert grid.rows[0][:4] == ["one", "2.25", "2.300", "2.400"]
     assert grid.rows[0][4].startswith("≈ 5.50")
+    noise = [experiments._within_noise(records[0], name) for name in ("nll", "effective_bits", "nll[turn=3]")]
+    assert noise == [True, False, False]
     assert "/ 5.25 / +0.25" in grid.rows[0][4]
     assert grid.rows[1] == ["two", "2.25", "–", "–", "– [1] / 6.50* / –"]
     assert grid.rows[2][4] == "– / 7.00 / –"
