@@ -240,10 +240,10 @@ def _other_departures(ours: Settings, theirs: Settings) -> list[str]:
         if mine is None:
             out.append(f"− {in_words(name, '')}" if isinstance(preset, Mapping) else in_words(name, "none"))
             continue
-        leaves = dict(flatten(preset, name)) if preset is not None else {}
-        changed = {path: value for path, value in flatten(mine, name) if leaves.get(path) != value}
-        if set(changed) == {f"{name}.{side}" for side in SIDES} and len(set(changed.values())) == 1:
-            changed = {name: next(iter(changed.values()))}
+        own, usual = (dict(flatten(part, name)) if part is not None else {} for part in (mine, preset))
+        changed = {at: own.get(at, "null") for at in {**own, **usual} if own.get(at, "null") != usual.get(at, "null")}
+        if changed.keys() == {f"{name}.{side}" for side in SIDES} and len({*changed.values()}) == 1:
+            changed = {name: changed[f"{name}.key"]}
         out += [in_words(path, value) for path, value in changed.items() if path.rpartition(".")[2] != "fingerprint"]
     return out
 
