@@ -41,6 +41,8 @@ from kvq.results.record import Status, Versions, versions_of
 from kvq.results.store import State
 from kvq.tasks.measurement import Baseline, Measurement, task_of
 
+_THREADS = torch.get_num_threads()  # torch's choice, for runs behind one with threads=
+
 Words = Callable[[], Sequence[str] | None]
 """Asks for the overrides from which a run was composed; None: no command line composes it."""
 Baselines = dict[str, Baseline]
@@ -139,8 +141,7 @@ def run(config: Config, words: Words = lambda: None, baselines: Baselines | None
         KvqError: bad input; if measuring had begun, a record with status `failed` is stored first.
     """
     prepared = Prepared(config)
-    if config.threads is not None:
-        torch.set_num_threads(config.threads)
+    torch.set_num_threads(config.threads or _THREADS)
     state, baseline, refused = prepared.state, None, None
     if state.name == "pending" and state.why:
         print(printable(f"{state.why}; measuring again"), file=sys.stderr)
@@ -312,7 +313,7 @@ class SweepPlan:
     def add(self, config: Config) -> None:
         """Print the state of this run and of its full-precision run, such as done, partly done, stale or pending."""
         if not config.method.is_full_precision:
-            self._say(full_precision(config))
+            self._say(replace(full_precision(config), force=False))
         self._say(config)
 
     def _say(self, config: Config) -> None:

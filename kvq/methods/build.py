@@ -90,9 +90,7 @@ def instantiate_method(method: MethodConfig, residual: ResidualConfig, bits: Any
             parsed = method.bits_by_layer.layers(parsed)[0]
         check_range(method.name, method.bits_range, parsed, method.real_bits)
     codecs = {
-        side: _build_part(
-            method.name, f"method.{side}", getattr(method, side), Codec, lambda codec: codec.check(head_dim)
-        )
+        side: _build_part(method.name, f"method.{side}", getattr(method, side), Codec, lambda one: one.check(head_dim))
         for side in ("key", "value")
     }
     merged = None

@@ -34,9 +34,7 @@ def files_read(folder: Path, path: str, trust_remote_code: bool = False) -> dict
     """
     kinds = _KINDS | ({".py"} if trust_remote_code else set())
     try:
-        found = {
-            file.name: file for file in sorted(folder.iterdir()) if file.suffix in kinds and file.name != "card.json"
-        }
+        found = {one.name: one for one in sorted(folder.iterdir()) if one.suffix in kinds and one.name != "card.json"}
         further = {f"{_TEMPLATES}/{file.name}": file for file in sorted((folder / _TEMPLATES).glob("*.jinja"))}
     except OSError as error:
         raise DataError(f"model.path={path}: cannot be read: {error.strerror}") from error

@@ -135,12 +135,13 @@ class Tracker:
         return self._wandb.Api(timeout=self._settings.timeout)
 
     def present(self) -> set[str]:
-        """Ids of the runs that the project has; offline of those that wait in the folder."""
+        """Ids of the runs that the project has in full; offline of those that wait in the folder."""
         known = self._settings
         if known.mode is WandbMode.offline:
             return {path.name.rpartition("-")[2] for path in self.folder.glob("offline-run-*")}
         with _as_cannot_track(), suppress(ValueError):  # no such project yet
-            return {run.id for run in self.api().runs(f"{known.entity or self.api().default_entity}/{known.project}")}
+            path = f"{known.entity or self.api().default_entity}/{known.project}"
+            return {run.id for run in self.api().runs(path) if run.state != "failed"}
         return set()
 
     def push(self, record: Record) -> None:
@@ -159,11 +160,13 @@ class Tracker:
                 allow_val_change=True,
                 settings=self._wandb.Settings(init_timeout=timeout, x_graphql_timeout_seconds=timeout, **_NOTHING_ELSE),
             )
+            complete = False
             try:
                 run.summary.update(dict(record.metrics))
                 self._log_media(run, record)
+                complete = record.status != "failed"
             finally:
-                run.finish(exit_code=1 if record.status == "failed" else 0)
+                run.finish(exit_code=0 if complete else 1)
 
     def _log_media(self, run: Any, record: Record) -> None:
         """Send the table of the first samples and the run's figures, all in one step."""

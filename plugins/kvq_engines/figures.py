@@ -75,9 +75,7 @@ def pairs_table(table: Table) -> pd.DataFrame | None:
     return pd.DataFrame(lines).drop_duplicates(["keys", "values"])
 
 
-@register_figure(
-    "pairs", "Keys in one format, values in another: {where}", lambda table, _: pairs_table(table), of="table"
-)
+@register_figure("pairs", "Keys in one format, values in another: {where}", lambda one, _: pairs_table(one), of="table")
 def pairs_figure(numbers: pd.DataFrame) -> Figure:
     """Two panels of cells, loss and tail: a row per key format and a column per value format, most bits first."""
     from matplotlib.colors import LogNorm

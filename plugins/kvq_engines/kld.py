@@ -73,9 +73,7 @@ class LogitsFile:
             raise DataError(f"{path}: context {context}, vocabulary {vocab}, chunks {chunks}: a broken header")
         found = cls(path, context, vocab, chunks)
         if size != (wanted := found.offset(chunks)):
-            raise DataError(
-                f"{path}: {size} bytes instead of {wanted} of {chunks} chunks: truncated, or of another format"
-            )
+            raise DataError(f"{path}: {size} bytes instead of {wanted} of {chunks} chunks: truncated or another format")
         return found
 
     @property

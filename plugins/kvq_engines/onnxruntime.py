@@ -48,9 +48,7 @@ def attention_session(
     names = ["query", "key", "value", "past_key", "past_value", "seqlens_k", "total"]
     stored, dim = onnx.helper.np_dtype_to_tensor_dtype(np.dtype(_DTYPES[bits])), head_dim // (2 if bits == 4 else 1)
     width = {"query": heads * head_dim, "key": kv_heads * head_dim, "value": kv_heads * head_dim}
-    kinds: dict[str, tuple[int, list[Any]]] = {
-        name: (float32, ["batch", "tokens", size]) for name, size in width.items()
-    }
+    kinds: dict[str, tuple[int, list[Any]]] = {name: (float32, ["batch", "tokens", n]) for name, n in width.items()}
     kinds |= {name: (stored, ["batch", kv_heads, "past", dim]) for name in names[3:5]}
     kinds |= {"seqlens_k": (int32, ["batch"]), "total": (int32, [1])}
     settings: dict[str, Any] = {"num_heads": heads, "kv_num_heads": kv_heads, **attributes}

@@ -246,7 +246,7 @@ def attend(
     moved = None if moved is None else moved.contiguous()
     full = triton_loops.Full(rest_k, rest_v, (*rest_k.stride()[:2], *rest_v.stride()[:2]))
     none = triton_loops.Shifts(q, q, (0, 0, 0, 0), 1)
-    mixed, plain = torch.empty_like(q), torch.empty_like(q)
+    mix, plain = torch.empty_like(q), torch.empty_like(q)
     with torch.cuda.device_of(q):  # where Triton launches
         for index, (key, value, start, tokens) in enumerate(launches):
             here, last = splits[index], index == len(launches) - 1
@@ -260,10 +260,8 @@ def attend(
                 softcap is not None, TILE, d, rows, half,
                 num_stages=STAGES["tables" if max(key.kind, value.kind) >= triton_loops.LEVELS else "grids"],
             )  # fmt: skip
-        triton_loops.combine[(batch * heads, group)](
-            sums, tops, totals, mixed, plain, group, every, sum(splits), dim, d
-        )
-    out = launches[0][1].chain.rotate_back(mixed) + plain
+        triton_loops.combine[(batch * heads, group)](sums, tops, totals, mix, plain, group, every, sum(splits), dim, d)
+    out = launches[0][1].chain.rotate_back(mix) + plain
     return out.reshape(batch, query.shape[1], 1, dim).to(query.dtype)
 
 

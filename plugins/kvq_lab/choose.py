@@ -58,7 +58,9 @@ def parse_question(words: Sequence[str]) -> Question:
         raise ConfigError(f"engine={engine}: one of {', '.join(BY_ENGINE)}")
     counts: dict[str, int] = {name: parse_count(name, values[name]) for name in ("context", "window") if name in values}
     if "needles" in values:
-        counts["needles"] = int(parse_number("needles", values["needles"], "tokens, 0 or above", lambda n: n >= 0))
+        counts["needles"] = int(
+            parse_number("needles", values["needles"], "tokens, 0 or above", lambda n: n >= 0 and n.is_integer())
+        )
     return Question(
         (*_model_words(values["model"]), *more),
         engine,
@@ -140,6 +142,8 @@ def _choose(words: list[str]) -> int:
             run_stages(choosing, print_above_bar)
         except (SystemExit, KeyboardInterrupt):  # Ctrl-C: what is measured so far is the answer
             print_above_bar("interrupted")
+            for one in choosing.formats:  # of a round that is not complete, some have losses and others none
+                del one.losses[choosing.state.rounds :], one.records[choosing.state.rounds :]
     print(printable(answer_text(choosing)))
     if choosing.state.rounds:
         print(f"card: {write_card(choosing)}")

@@ -326,6 +326,8 @@ class Chooser:
                     say(f"time is over in round {number}")
                     return
                 self._measure_round(one, number, say)
+            if not any(one.losses for one in self.formats):
+                raise Unsupported(f"none of the formats could be measured; {runners[0].name}: {runners[0].stopped}")
             self._drop_formats(number, say)
 
     def open_pairs(self) -> list[tuple[int, int]]:

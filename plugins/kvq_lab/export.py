@@ -50,9 +50,7 @@ def engine_command(config: Config) -> str:
     if "backend" in method.policies:
         return _transformers_arguments(config)
     if method.serve is None:
-        raise Unsupported(
-            f"method={method.name}: no engine reads it; kvq stores it: kvq.quantize(model, '{method.name}')"
-        )
+        raise Unsupported(f"method={method.name}: no engine reads it; kvq does: kvq.quantize(model, '{method.name}')")
     if method.bits_by_layer:
         raise Unsupported(f"method.bits_by_layer: the engine of {method.name} stores all layers alike; see map=")
     _check_preset(config)

@@ -36,11 +36,13 @@ def find_full_needles(choosing: Chooser, say: Say) -> None:
     if not windows or windows * choosing.window_seconds > limit:
         return
     record = _run_needles(choosing, ("method=fp16",), say)
-    if record is not None:
-        choosing.needles_found = round(record.metrics["accuracy"] * len(DEPTHS))
-        seconds = COST * record.provenance.wall_seconds["measure"]
-        if choosing.needles_found > len(DEPTHS) // 2 and MOST * seconds <= limit:
-            choosing.needle_seconds = seconds
+    if record is None:
+        choosing.needle_tokens = 0
+        return
+    choosing.needles_found = round(record.metrics["accuracy"] * len(DEPTHS))
+    seconds = COST * record.provenance.wall_seconds["measure"]
+    if choosing.needles_found > len(DEPTHS) // 2 and MOST * seconds <= limit:
+        choosing.needle_seconds = seconds
 
 
 def find_needles(choosing: Chooser, chosen: Sequence[Format], say: Say) -> None:
@@ -53,9 +55,8 @@ def find_needles(choosing: Chooser, chosen: Sequence[Format], say: Say) -> None:
             say("time is over for needles")
             return
         record = _run_needles(choosing, one.words, say)
-        if record is None:
-            return
-        one.needles_found = round(record.metrics["accuracy"] * len(DEPTHS))
+        if record is not None:
+            one.needles_found = round(record.metrics["accuracy"] * len(DEPTHS))
 
 
 def _run_needles(choosing: Chooser, words: Sequence[str], say: Say) -> Record | None:
@@ -69,7 +70,6 @@ def _run_needles(choosing: Chooser, words: Sequence[str], say: Say) -> Record | 
     except KvqError as error:
         reason = str(error)
     choosing.warnings.append(f"no needles: {reason}")
-    choosing.needle_tokens, choosing.needle_seconds = 0, None
     say(choosing.warnings[-1])
     return None
 

@@ -112,10 +112,10 @@ class Race:
         return [pair for pair in itertools.combinations(self.left, 2) if pair[::-1] not in self.worth]
 
     def ladder(self) -> list[int]:
-        """Formats left, beginning with the smallest, each better beyond noise than the one before it."""
+        """Formats left and measured, beginning with the smallest, each better beyond noise than the one before it."""
         steps: list[int] = []
         for one in self.left:
-            if not steps or (one, steps[-1]) in self.worth:
+            if self.means[one : one + 1] != [np.inf] and (not steps or (one, steps[-1]) in self.worth):
                 steps.append(one)
         return steps
 

@@ -100,6 +100,9 @@ class Space:
         for one in overrides:
             name = one.get_key_element()
             value = one.value()
+            apart = getattr(value, "tags", None) or getattr(value, "shuffle", False)
+            if apart or (isinstance(value, IntervalSweep) and isinstance(value.start, int)):
+                raise ConfigError(f"{name}: a search takes values, ranges and intervals, no int(), tag() or shuffle()")
             if isinstance(value, IntervalSweep):
                 axes.append(SearchAxis(name, interval=(float(value.start or 0), float(value.end or 0))))
             elif one.is_sweep_override():

@@ -143,7 +143,7 @@ Coder = enum.StrEnum("Coder", "bytes exponents")
 
 @dataclass
 class ReuseConfig(ReadingConfig):
-    """Prefixes whose caches are stored in a file, compressed, read again and continued.
+    """Prefixes whose caches are stored in a file, compressed, read again and continued; rates are the first machine's.
 
     Attributes:
         windows: of the text, disjoint; `prefix` tokens of each are stored, the loss of `scored` tokens after is taken.

@@ -223,7 +223,7 @@ def drift(rows: Sequence[Row], parts: int) -> dict[str, float]:
     texts; those that ended before it take no part in it.
     """
     longest = max(len(row["kl"]) for row in rows)
-    cuts = np.linspace(0, longest, parts + 1).round().astype(int)
+    cuts = np.unique(np.linspace(0, longest, parts + 1).round().astype(int))
     metrics, slopes = {}, []
     for start, end in itertools.pairwise(cuts):
         pieces = [row["kl"][start:end] for row in rows if len(row["kl"]) > start]

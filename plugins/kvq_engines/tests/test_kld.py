@@ -139,8 +139,8 @@ def broken_files(folder, whole):
     yield "none", None, "No such file or directory"
     yield "other", b"GGUF" + whole[4:], "no file of llama-perplexity"
     yield "empty", b"", "no file of llama-perplexity"
-    yield "cut", whole[:-3], "truncated, or of another format"
-    yield "longer", whole + b"\0\0", "truncated, or of another format"
+    yield "cut", whole[:-3], "truncated or another format"
+    yield "longer", whole + b"\0\0", "truncated or another format"
     yield "header", whole[:12] + b"\xff\xff\xff\xff" + whole[16:], "a broken header"
 
 

@@ -80,6 +80,9 @@ def test_equal_formats_stay_and_what_is_not_measured_is_not_tested() -> None:
     assert (equal.dropped, equal.ladder(), len(equal.undecided)) == ({}, [0], 3)
     missing = np.random.default_rng(0).normal(0, 0.01, (3, 8)) + np.array([[0.0], [1.0], [np.nan]])
     assert run_race([missing], [4, 5, 6]).dropped == {1: (0, 1)}
+    smallest = run_race([missing[::-1]], [4, 5, 6])
+    assert smallest.left[0] == 0
+    assert smallest.ladder() == [1, 2]
 
 
 def test_few_races_have_a_false_drop() -> None:

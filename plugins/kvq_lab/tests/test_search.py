@@ -54,6 +54,9 @@ def test_swept_values_are_axes() -> None:
     assert space_of("bits=2,3", "method=nsn,kivi").size == 4
     with pytest.raises(ConfigError, match="no setting has several values"):
         space_of("bits=2")
+    for word in ("int(interval(16,64))", "tag(log,interval(0.1,1))", "shuffle(1,2)", "shuffle(range(1,5))"):
+        with pytest.raises(ConfigError, match=r"residual\.size: a search takes values"):
+            space_of(f"residual.size={word}")
 
 
 @pytest.mark.parametrize(

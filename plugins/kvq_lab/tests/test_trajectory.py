@@ -174,6 +174,10 @@ def test_drift_is_the_slope_of_logarithms(sampled: tuple[Store, dict[str, Record
     assert found["drift"] == pytest.approx(0.5)
     assert found["drift_se"] == pytest.approx(0, abs=1e-9)
     assert found["kl_mean[part=64]"] == pytest.approx(0.08)
+    assert list(drift([{"kl": [0.1, 0.2, 0.3]}, {"kl": [0.1, 0.2]}], 8))[:2] == [
+        "kl_mean[part=1]",
+        "kl_mean_se[part=1]",
+    ]
     metrics = sampled[1]["rtn"].metrics
     assert {"drift", "drift_se", *(f"kl_mean[part={end}]" for end in (4, 8, 12, 16))} <= metrics.keys()
 
