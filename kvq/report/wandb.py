@@ -160,13 +160,13 @@ class Tracker:
                 allow_val_change=True,
                 settings=self._wandb.Settings(init_timeout=timeout, x_graphql_timeout_seconds=timeout, **_NOTHING_ELSE),
             )
-            complete = False
+            code = 1
             try:
                 run.summary.update(dict(record.metrics))
                 self._log_media(run, record)
-                complete = record.status != "failed"
+                code = int(record.status == "failed")
             finally:
-                run.finish(exit_code=0 if complete else 1)
+                run.finish(exit_code=code)
 
     def _log_media(self, run: Any, record: Record) -> None:
         """Send the table of the first samples and the run's figures, all in one step."""

@@ -210,11 +210,14 @@ def _codec_departures(ours: Any, theirs: Any) -> tuple[list[str], list[str]]:
 
 
 def _changed_settings(ours: Any, theirs: Any, prefix: str = "") -> list[str]:
-    """Settings of a part that differ from the preset's; one that was removed is `null`."""
-    mine, preset = (dict(flatten(part)) for part in (ours, theirs))
-    every = {name: mine.get(name, "null") for name in {**mine, **preset}}
-    changed = [(name, value) for name, value in every.items() if value != preset.get(name, "null")]
-    return [in_words(prefix + ("codec" if name == "_target_" else name), value) for name, value in changed]
+    """Words for the settings of a part that differ from the preset's."""
+    return [in_words(prefix + ("codec" if at == "_target_" else at), own) for at, own in _changes(ours, theirs).items()]
+
+
+def _changes(ours: Any, theirs: Any, prefix: str = "") -> dict[str, str]:
+    """Settings of a part, flat, whose value is not the preset's; one that was removed is `null`."""
+    own, usual = (dict(flatten(part, prefix)) if part is not None else {} for part in (ours, theirs))
+    return {at: own.get(at, "null") for at in {**own, **usual} if own.get(at, "null") != usual.get(at, "null")}
 
 
 def _residual_departures(ours: Any, theirs: Any) -> list[str]:
@@ -240,12 +243,16 @@ def _other_departures(ours: Settings, theirs: Settings) -> list[str]:
         if mine is None:
             out.append(f"− {in_words(name, '')}" if isinstance(preset, Mapping) else in_words(name, "none"))
             continue
-        own, usual = (dict(flatten(part, name)) if part is not None else {} for part in (mine, preset))
-        changed = {at: own.get(at, "null") for at in {**own, **usual} if own.get(at, "null") != usual.get(at, "null")}
+        changed = _changes(mine, preset, name)
         if changed.keys() == {f"{name}.{side}" for side in SIDES} and len({*changed.values()}) == 1:
             changed = {name: changed[f"{name}.key"]}
         out += [in_words(path, value) for path, value in changed.items() if path.rpartition(".")[2] != "fingerprint"]
     return out
+
+
+def protocol_parts(record: Record) -> dict[str, Any]:
+    """The settings that runs of one table share: those of task, model and data set (else their names), and the seed."""
+    return {name: record.config.get(name, getattr(record, name, None)) for name in PROTOCOL}
 
 
 def settings_of(record: Record) -> dict[str, str]:

@@ -232,8 +232,6 @@ def check_modality(inputs: Inputs, method: Method) -> None:
 
 
 TASKS = {
-    "multimodal": Task(
-        check, measure, fingerprint, texts=lambda inputs: [item.question for item in items_of(inputs)[0]]
-    ),
+    "multimodal": Task(check, measure, fingerprint, texts=lambda inputs: [one.question for one in items_of(inputs)[0]]),
     "modality": Task(check_modality, measure_modality, fingerprint),
 }

@@ -20,7 +20,7 @@ from kvq.errors import ConfigError, RecordError
 from kvq.report.labels import label
 from kvq.results import Record, Store, is_stale, run_key
 from kvq.results.files import write_file
-from kvq.results.presets import PROTOCOL
+from kvq.results.presets import protocol_parts
 from kvq_lab.words import parse_number, parse_words, run_command
 
 SIDES = ("key", "value")
@@ -211,7 +211,7 @@ def find_records(store: Store, model: str, method: str, dataset: str | None, hea
     if len(texts) > 1:
         raise RecordError(f"costs of method={method} on {', '.join(texts)} are on record; choose by dataset=")
     chosen = matching if heads else [record for record in matching if not _has_heads(record)] or matching
-    forms = {(label(one), run_key({name: one.config.get(name) for name in PROTOCOL})): one.key[:8] for one in chosen}
+    forms = {(label(one), run_key(protocol_parts(one))): one.key[:8] for one in chosen}
     if len(forms) > 1:
         raise RecordError(f"two records of method={method} differ in more than bits: {', '.join(forms.values())}")
     return sorted(chosen, key=lambda record: record.bits)

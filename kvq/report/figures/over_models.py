@@ -16,7 +16,7 @@ from kvq.report.figures.error import rows_of
 from kvq.report.labels import FIRST, label, named
 from kvq.results import Record, Store, run_key
 from kvq.results.metrics import METRICS
-from kvq.results.presets import PROTOCOL, departures_of, model_path
+from kvq.results.presets import departures_of, model_path, protocol_parts
 from kvq.results.statistics import spearman
 
 SIDES = ("query", "key", "value")
@@ -254,9 +254,9 @@ def _loss_line(record: Record) -> dict[str, Any] | None:
     ours = record.task == "ppl" and record.status == "done" and "delta_nll" in record.metrics
     if not ours or task.get("scoring") not in SCORINGS or not path.startswith((EMBEDDED, DISTRIBUTION)):
         return None
-    protocol = run_key({name: record.config.get(name) for name in PROTOCOL})
     about = {"model": record.model, "real": path.startswith(DISTRIBUTION), "scoring": task["scoring"]}
-    return about | {"protocol": protocol, "method": named(record), "loss": record.metrics["delta_nll"]}
+    about |= {"method": named(record), "loss": record.metrics["delta_nll"]}
+    return about | {"protocol": run_key(protocol_parts(record))}
 
 
 def _correlate(pairs: pd.DataFrame) -> pd.DataFrame:

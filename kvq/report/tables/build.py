@@ -19,7 +19,7 @@ from kvq.report.tables.layout import LISTED, Continuation, Row, Table, Tables, T
 from kvq.report.tables.notes import notes_of
 from kvq.results import Broken, Record, Store, is_stale, run_key
 from kvq.results.metrics import break_even
-from kvq.results.presets import PROTOCOL, cache_dtype, departures_of, flatten, in_words, label_with, settings_of
+from kvq.results.presets import cache_dtype, departures_of, flatten, in_words, label_with, protocol_parts, settings_of
 from kvq.results.statistics import holm
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ def build_tables(
         records = [record for record in records if record.key in wanted]
     groups: dict[str, list[Record]] = defaultdict(list)
     for record in records:
-        groups[run_key(_protocol_settings(record))].append(record)
+        groups[run_key(protocol_parts(record))].append(record)
     asking: dict[str, set[str]] = defaultdict(set)
     for name, group in groups.items():
         for record in group:
@@ -82,11 +82,6 @@ def distinguish_titles(tables: Sequence[Table]) -> list[Table]:
     return out
 
 
-def _protocol_settings(run: Record) -> dict[str, Any]:
-    """The settings that runs of one table share: those of task, model and data set (else their names), and the seed."""
-    return {name: run.config.get(name, getattr(run, name, None)) for name in PROTOCOL}
-
-
 def _make_table(protocol: str, records: Sequence[Record], comparisons: compare.Comparisons) -> Table:
     """The table of all runs of one protocol, whose hash `protocol` is; arguments as what `build_tables` makes them."""
     first = min(records, key=lambda run: (run.task, run.model, run.dataset, run.key))
@@ -102,7 +97,7 @@ def _make_table(protocol: str, records: Sequence[Record], comparisons: compare.C
         notes=tuple(notes_of(rows, comparisons, verdicts)),
         words=words,
         about=protocol_of(first),
-        settings=tuple((name, text) for name, text in flatten(_protocol_settings(first)) if text != "null"),
+        settings=tuple((name, text) for name, text in flatten(protocol_parts(first)) if text != "null"),
         texts=texts_of(rows, comparisons.samples),
     )
 
@@ -183,7 +178,7 @@ def _name_rows(records: Sequence[Record]) -> dict[str, str]:
 def _list_settings(run: Record, records: Sequence[Record]) -> tuple[str, ...]:
     """The lines above a table of `records`, one of them `run`: settings that are not null, and what was scored."""
     lines = []
-    for name, value in _protocol_settings(run).items():
+    for name, value in protocol_parts(run).items():
         leaves = [f"{leaf}={text}" if leaf else text for leaf, text in sorted(flatten(value)) if text != "null"]
         if leaves:
             lines.append(f"{name}: {', '.join(leaves)}")
