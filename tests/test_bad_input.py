@@ -206,6 +206,8 @@ REFUSED = [
     (["dataset.path=nowhere.txt"], r"nowhere\.txt"),
     (["dataset.path=FOLDER"], r"the folder holds files of several kinds \(.*\.jsonl.*\.txt\)"),
     (["dataset.path=EMPTY"], "empty"),
+    (["dataset.path=HALF"], "row 1 of .* has half of a surrogate pair"),
+    (["method=rtn", "method.bits_by_layer.key=[[16,16],2]"], "full_precision_layers for a whole layer"),
     (["dataset.path=SHORT"], "fewer than task.context=96"),
     (["dataset=pydocs"], "dataset=pydocs is embedded"),
     (["dataset.path=NO_TEXT", "dataset.text_field=words"], "words"),
@@ -233,6 +235,7 @@ def given(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
     (folder / "empty.txt").write_text("\n \n", encoding="utf-8")
     (folder / "short.txt").write_text("too short", encoding="utf-8")
     (folder / "a_file").write_text("", encoding="utf-8")
+    (folder / "half.jsonl").write_text(json.dumps({"text": "a\ud800"}) + "\n", encoding="utf-8")
     (folder / "no_text.jsonl").write_text(json.dumps({"text": "a"}) + "\n", encoding="utf-8")
     save_random_model(folder / "odd", head_dim=44)
     save_random_model(folder / "nan")
@@ -262,7 +265,7 @@ def test_one_line_and_nothing_is_lost(
     folder, overrides = given
     before = _on_disk(folder)
     change = [str(folder / "cycle") if word == "CYCLE" else word for word in change]
-    for name in ("EMPTY.txt", "SHORT.txt", "A_FILE", "NO_TEXT.jsonl", "ODD", "NAN"):
+    for name in ("EMPTY.txt", "SHORT.txt", "A_FILE", "NO_TEXT.jsonl", "HALF.jsonl", "ODD", "NAN"):
         stem = name.partition(".")[0]
         change = [f"dataset.path={folder}" if word == "dataset.path=FOLDER" else word for word in change]
         change = [re.sub(f"=({stem})$", f"={folder / name.lower()}", word) for word in change]

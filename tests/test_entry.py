@@ -87,12 +87,10 @@ def test_a_signal_is_one_line(words: list[str], number: signal.Signals, results:
 def test_a_signal_that_is_ignored_stays_ignored(results: Path) -> None:
     command = [sys.executable, "-m", "kvq.report", "--results", str(results)]
     script = 'trap "" INT; exec "$@"'  # as a shell does for what it starts in the background
-    process = subprocess.Popen(
-        ["/bin/sh", "-c", script, "sh", *command], cwd=ROOT, stdout=subprocess.DEVNULL, text=True
-    )
-    wait_until_guarded(process)
-    process.send_signal(signal.SIGINT)
-    assert process.wait(timeout=MOST_SECONDS) == 0
+    child = subprocess.Popen(["/bin/sh", "-c", script, "sh", *command], cwd=ROOT, stdout=subprocess.DEVNULL, text=True)
+    wait_until_guarded(child)
+    child.send_signal(signal.SIGINT)
+    assert child.wait(timeout=MOST_SECONDS) == 0
 
 
 def closed_pipe() -> int:

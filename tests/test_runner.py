@@ -74,9 +74,7 @@ def test_a_run_leaves_its_record_and_its_baseline(given: list[str], tmp_path: Pa
     assert run.metrics["kl_mean"] > 0
     assert run.provenance.dataset_source == ".txt file"
     samples = Store(tmp_path / "results").samples(run.key)
-    assert sum(row["nll"] for row in samples) / sum(row["tokens"] for row in samples) == pytest.approx(
-        run.metrics["nll"]
-    )
+    assert sum(one["nll"] for one in samples) / sum(x["tokens"] for x in samples) == pytest.approx(run.metrics["nll"])
 
 
 @pytest.mark.parametrize(
@@ -102,9 +100,7 @@ def test_the_canaries(given: list[str], tmp_path: Path, windows: str, scoring: s
     assert (found["zero"].metrics["kl_mean"] > 0.01) == (scoring == "parallel")
 
 
-def test_repeating_a_command_measures_nothing(
-    given: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_repeated_command_measures_nothing(given: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert main([*given, "-m", "method=rtn,nsn", "bits=2,3"]) == 0
     before = {path.name: path.stat().st_mtime_ns for path in (tmp_path / "results" / "runs").rglob("*.json")}
     assert len(before) == 5

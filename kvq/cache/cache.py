@@ -47,8 +47,7 @@ class KVCache(PaddableCache, WatchfulCache):
             single new token from the codes (equal up to rounding) and switches the model to an implementation that can.
             A prefill attends in full precision, before the tokens that leave the residual are quantized.
         dtype: of the full-precision and the decoded tokens; None: the `cache_dtype` of a `LoadedModel`, else the dtype
-            of the model. States are cast to it when they are appended, and back to the model's dtype when attention
-            reads them.
+            of the model. States are cast to it when appended, and back to the model's dtype when read.
 
     Raises:
         ConfigError: an unknown attention, or packed attention with `keep_decoded`.
@@ -253,6 +252,7 @@ class KVCache(PaddableCache, WatchfulCache):
     def reset(self) -> None:
         super().reset()
         self._set_recording(False)
+        self._columns = {}
         for table in self._tables:
             table.keep(0)
 
@@ -297,7 +297,12 @@ class KVCache(PaddableCache, WatchfulCache):
 
     @classmethod
     def load(
-        cls, path: str | Path, model: nn.Module, method: Any, keep_decoded: bool = False, attention: str = "dense"
+        cls,
+        path: str | Path,
+        model: nn.Module | LoadedModel,
+        method: Any,
+        keep_decoded: bool = False,
+        attention: str = "dense",
     ) -> KVCache:
         """Return a cache with the tokens that `save` wrote, here or on another machine.
 
@@ -309,7 +314,8 @@ class KVCache(PaddableCache, WatchfulCache):
         Raises:
             DataError: a file that is missing, damaged or no cache, or that names another method, model or version.
         """
-        path, layers = Path(path), len(kv_layers_of(model.config.get_text_config()))  # type: ignore[union-attr, operator]
+        model = model.model if isinstance(model, LoadedModel) else model
+        path, layers = Path(path), len(kv_layers_of(model.config.get_text_config(decoder=True)))  # type: ignore[union-attr, operator]
         content = files.read(path, files.identity(model, method, layers))
         cache = cls(model, method, keep_decoded, attention, content["dtype"])
         files.fill(content, model, cache.kv_layers, cache._tables, cache._groups, cache._states)

@@ -117,8 +117,7 @@ def columns_of(
     for at, side in ((key_at, keys), (value_at, values)):
         at[side.start : side.start + len(side.queries)] = side.queries
     both = np.maximum(key_at, value_at)
-    # From the earlier of its two departures (key, value) on, a token is read as a second copy, from the later on as a
-    # third.
+    # From the earlier of its two departures (key, value) on, a token is a second copy, from the later a third.
     second, third = np.flatnonzero(key_at != value_at), np.flatnonzero(both < never)
     key_moved = np.concatenate([(key_at < value_at)[second], np.ones_like(third, dtype=bool)])
     value_moved = np.concatenate([(value_at < key_at)[second], np.ones_like(third, dtype=bool)])

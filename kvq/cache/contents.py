@@ -1,8 +1,7 @@
 """Recurrent states in a `KVCache`, and the count of all bytes that a cache stores.
 
 Recurrent states are those of linear attention, convolutions and state space models. They are neither quantized nor
-cast. `KVCache` holds them for the model, counts them under their own name, and forks and selects them with the keys and
-values.
+cast. `KVCache` holds them for the model, counts them under their own name, and forks and selects them with these.
 """
 
 from __future__ import annotations
@@ -197,7 +196,7 @@ class CountedCache(Cache):
 
 def states_of(model: Any, layers: Sequence[int]) -> dict[int, StateLayer]:
     """Empty `StateLayer`s by layer index, for layers with recurrent states or without a cache; {}: no layer has any."""
-    config = model.config.get_text_config()
+    config = model.config.get_text_config(decoder=True)
     with_state = state_layers_of(config)
     if not with_state:
         return {}

@@ -47,7 +47,7 @@ def identity(model: Any, method: Any, layers: int) -> dict[str, Any]:
         "model": {
             "weights": weights_name(model),
             "dtype": str(model.dtype).removeprefix("torch."),
-            "head_dims": head_dims_of(model.config.get_text_config()),
+            "head_dims": head_dims_of(model.config.get_text_config(decoder=True)),
         },
         "versions": {"KVCache": declared_versions()["KVCache"], **versions_of_method(named)},
     }
@@ -151,7 +151,7 @@ def fill(
         device = devices.get(index, next(iter(devices.values())))
         return map_tensors(state, lambda tensor: tensor.to(device)), device
 
-    held = kv_layers_of(model.config.get_text_config())  # type: ignore[union-attr, operator]
+    held = kv_layers_of(model.config.get_text_config(decoder=True))  # type: ignore[union-attr, operator]
     for place, (table, state) in enumerate(zip(tables, content["tables"], strict=True)):
         vars(table).update(on(held[groups.index(place)].index, state)[0])
     for layer, kv, state in zip(layers, held, content["layers"], strict=True):

@@ -312,8 +312,7 @@ def padding_of(mask: Any) -> list[int] | None:
 def check_distances(module: Any, index: int, arguments: dict[str, Any], seen: int, shuffled: bool) -> None:
     """Raise `Unsupported` where an attention needs token distances, in a layer with evicted or reordered tokens.
 
-    It does for a bias (ALiBi, position_bias), or for a window shorter than `seen` tokens whose order is lost
-    (`shuffled`).
+    It does for a bias (ALiBi, position_bias), or for a window shorter than `seen` tokens out of order (`shuffled`).
     """
     if arguments.get("alibi") is not None or _adds_bias(module, arguments):
         raise Unsupported(
@@ -322,9 +321,7 @@ def check_distances(module: Any, index: int, arguments: dict[str, Any], seen: in
         )
     window = window_of(module.config, index)
     if shuffled and window is not None and seen > window:
-        raise Unsupported(
-            f"model: {type(module).__name__} sees {window} tokens back, which the method does not keep; {seen} came"
-        )
+        raise Unsupported(f"model: {type(module).__name__} sees {window} tokens back, which are not kept; {seen} came")
 
 
 def check_window(module: Any, arguments: dict[str, Any], columns: int, window: int) -> None:

@@ -211,7 +211,7 @@ class PreallocatedCache(Cache):
 
     def __init__(self, model: nn.Module, room: int) -> None:
         use_packed_attention(model)
-        config = model.config.get_text_config()  # type: ignore[union-attr, operator]
+        config = model.config.get_text_config(decoder=True)  # type: ignore[union-attr, operator]
         if state_layers_of(config):
             raise Unsupported("task.references=preallocated: has room for keys and values only, not for states")
         super().__init__(layers=[PreallocatedLayer(room) for _ in head_dims_of(config)])

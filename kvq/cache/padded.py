@@ -251,8 +251,9 @@ class PaddableCache(CountedCache):
         """
         forks = [cache.fork() for cache in caches]
         for fork in forks:
-            reason = "a padded batch" if fork.is_parted else fork.no_split_reason
-            if reason is not None:
+            other = "" if fork.method.label == forks[0].method.label else "another method"
+            empty = "" if fork.get_seq_length() else "an empty cache"
+            if reason := ("a padded batch" if fork.is_parted else fork.no_split_reason) or other or empty:
                 raise Unsupported(f"KVCache.together: {reason}; go on with each by itself")
         joined = forks[0]
         joined._states = {index: StateLayer.join([fork._states[index] for fork in forks]) for index in joined._states}

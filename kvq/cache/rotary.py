@@ -82,6 +82,7 @@ class RopeTable:
         """Add `tables` (None: empty ones, like `like`) as the rotations of `queries` tokens after the first `held`."""
         if self.tokens == held + queries:
             return
+        self.keep(held)  # without those of a forward that was refused or broke off
         if self.style is None or tables is None:
             none = like.new_zeros(1, queries, 0)
             rope = Rope(none, none)

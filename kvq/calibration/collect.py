@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -189,9 +190,10 @@ def made_once(
 
 
 def text_name(loaded: LoadedModel, windows: Tensor, settings: CalibrationConfig) -> tuple[object, ...]:
-    """The name under which a calibration's states are kept: weights and device, the text, and the draw of tokens."""
+    """The name under which a calibration's states are kept: model and weights, the text, and the draw of tokens."""
     text = hashlib.sha256(windows.numpy().tobytes()).hexdigest()
-    return weights_name(loaded.model), loaded.device, text, settings.tokens, settings.seed
+    model = weakref.ref(loaded.model), weights_name(loaded.model), loaded.device  # weights may change in place
+    return *model, text, settings.tokens, settings.seed
 
 
 def drawn_positions(

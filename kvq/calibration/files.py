@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from filelock import FileLock
+from hydra.utils import get_class
 from torch import Tensor
 
 import kvq.codecs
@@ -29,6 +30,7 @@ from kvq.config import plugins
 from kvq.config.identity import canonical
 from kvq.errors import DataError, RecordError, Unsupported, reason_of
 from kvq.methods.method import Method
+from kvq.methods.policies import Policy
 from kvq.models.inputs import Inputs
 from kvq.results.files import write_file
 from kvq.results.record import versions_of_parts
@@ -145,7 +147,9 @@ def file_of(inputs: Inputs) -> Path:
 
     The name includes a hash of the fitting code's statements, so tables of an earlier version are never read.
     """
-    outside_codecs = ("sink_tokens", "kept_keys", *inputs.config.method.policies)  # no table depends on them
+    kinds = ((name, get_class(one["_target_"])) for name, one in inputs.config.method.policies.items() if one)
+    plain = (name for name, kind in kinds if kind.codec is Policy.codec)  # type: ignore[attr-defined]
+    outside_codecs = ("sink_tokens", "kept_keys", *plain)  # no table depends on them
     whole = canonical(inputs.config, inputs.model_fingerprint, "", fingerprint_of(inputs))
     method = {name: item for name, item in whole["method"].items() if name not in outside_codecs}
     # Sinks and kept keys do not change the tables, so methods with equal codecs share them.
@@ -172,9 +176,7 @@ def statements(source: str) -> str:
     tree = ast.parse(source)
     for node in ast.walk(tree):
         if isinstance(body := getattr(node, "body", None), list):
-            body[:] = [
-                line for line in body if not (isinstance(line, ast.Expr) and isinstance(line.value, ast.Constant))
-            ]
+            body[:] = [one for one in body if not (isinstance(one, ast.Expr) and isinstance(one.value, ast.Constant))]
     return ast.unparse(tree)
 
 

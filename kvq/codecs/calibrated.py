@@ -140,6 +140,9 @@ def fit_codec(
                 if moments is None or not all(part.wants_pairs and stage.uses_rope for stage in before):
                     raise ConfigError(f"stage '{name}': first in its codec, and fitted on a model's queries")
                 wanted = {"moments": moments}
+                other = rope is not None and (rope.interleaved or rope.cos.shape[-1] not in (0, head_dim // 2))
+                if part.wants_pairs and other:
+                    raise Unsupported(f"stage '{name}': RoPE pairs other channels than i and i + head_dim / 2")
             fitted = part.fit(x, gradients if part.wants_gradients else None, seed, **wanted)
             tables |= with_prefix(fitted, f"{name}.")
             bound = part.bind(fitted, heads, head_dim)

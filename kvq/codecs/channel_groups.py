@@ -32,6 +32,7 @@ class TwoChannelGroups(TwoWaySplit):
     """
 
     axis = -1
+    counted = "outliers"  # the setting that `count` comes of
 
     def count(self, head_dim: int) -> int:
         """Number of outlier channels in a head of `head_dim` channels."""
@@ -44,7 +45,7 @@ class TwoChannelGroups(TwoWaySplit):
     def check(self, head_dim: int) -> None:
         outliers = self.count(head_dim)
         if not 0 < outliers < head_dim:
-            raise Unsupported(f"outliers={outliers}: head_dim={head_dim} leaves no other channels")
+            raise Unsupported(f"{self.counted}={outliers}: head_dim={head_dim} leaves no other channels")
         for name, codec, _, channels in self._groups((outliers, head_dim - outliers)):
             try:
                 codec.check(channels)
@@ -139,8 +140,7 @@ class CalibratedChannelSplit(Calibrated, TwoChannelGroups):
         outliers: channels per head in the first group; None: a quarter of the head's.
         differences: variances are those of the differences of consecutive tokens, for codecs of deltas.
 
-    Source: KVQuant++ (`OutlierKVQuant`): a quarter of the channels at min(b + 1, 4) bits, the others at max(b - 1, 1);
-    section 3.2 for differences.
+    Source: KVQuant++ (`OutlierKVQuant`): a quarter of the channels at min(b + 1, 4) bits, the others at max(b - 1, 1).
     """
 
     version: ClassVar[int] = 1

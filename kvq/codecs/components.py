@@ -38,8 +38,7 @@ class ComponentQuantizer(Calibrated, Quantizer):
     """Quantizes components of standard deviation 1 with 0 to 8 bits each; a token's codes are one string of bits.
 
     Args:
-        bits: bits per component: a whole number for `equal` widths, else the mean over the components that share a
-            budget, 0.5 to 8.
+        bits: bits per component: a whole number for `equal` widths, else their mean, 0.5 to 8.
         widths: see `Widths`. `equal`: each head of a token has a string; else the heads of a token share one.
         deviation: see `Deviation`.
         unshrunk: decoded components are scaled by (1 - D)^(-1/2), D the mean squared error at their width, because
@@ -175,8 +174,7 @@ class TrellisQuantizer(ComponentQuantizer):
         bits, widths, deviation, unshrunk: as `ComponentQuantizer`; at most `memory` bits.
         memory: bits of a state, 6 to 12.
 
-    Source: `kvq.codecs.trellis`. Widths that change from component to component, and paths of least weighted error, are
-    ours.
+    Source: `kvq.codecs.trellis`. Widths that change from component to component, and least weighted error, are ours.
     """
 
     version: ClassVar[int] = 1

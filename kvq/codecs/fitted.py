@@ -209,8 +209,7 @@ class LearnedRotation(TableRotation):
         steps: gradient steps, each on one sample.
         rate: learning rate of the first step; it falls to 0 along a cosine.
         start: the matrix of the first step, see `RotationStart`.
-        seed: of the random signs, one draw that all layers begin with (the released code draws for each layer); the
-            method's own, never a data seed.
+        seed: of the random signs, one draw that all layers begin with (the released code: one for each).
 
     Table: `rotation` `[head_dim, head_dim]` in fp32.
 

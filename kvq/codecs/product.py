@@ -76,8 +76,7 @@ class CoupledQuantizer(Calibrated, GroupedIndices):
     Stores `codes.<plane>` `[..., heads, tokens, head_dim / channels]`. The centroids, one set for each layer, head and
     group of channels, are tables of the calibration.
 
-    Source: CQ (arXiv 2405.03917): k-means weighted by the sum of squared gradients of the coupled channels; the
-    nearest centroid by plain L2.
+    Source: CQ (arXiv 2405.03917): k-means weighted by the sum of squared gradients of a group; nearest by plain L2.
     """
 
     version: ClassVar[int] = 1

@@ -115,8 +115,7 @@ class Hadamard(Rotation):
     """`x H_n / sqrt(n)` (QuaRot, arXiv 2404.00456), in Sylvester's order where n is a power of two; orthonormal.
 
     Args:
-        block: channels n that are rotated together, consecutive ones; None = the head dim; `power_of_two` = the largest
-            power of two that divides it.
+        block: consecutive channels rotated together; None = the head dim; `power_of_two` = the largest that divides it.
         interleaved: the even and the odd ones of 2n consecutive channels are rotated apart (ExLlamaV2).
         normalized: divide by sqrt(n); else `x H_n`, undone by `y H_nᵀ / n`; stored scales are then larger by sqrt(n).
     """

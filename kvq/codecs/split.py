@@ -106,9 +106,7 @@ class TwoWaySplit(Split):
         """Parts of both codecs. `mask`: 1 at `count` indices along `axis`; `dtype`: of the cache's states."""
         return self._encode_groups(x, 1 - mask.to(torch.uint8), (count, x.shape[self.axis] - count), dtype)
 
-    def _decode_mask(
-        self, parts: Parts, mask: Shaped[Tensor, ...], count: int, shape: Size, dtype: torch.dtype
-    ) -> Tensor:
+    def _decode_mask(self, parts: Parts, mask: Tensor, count: int, shape: Size, dtype: torch.dtype) -> Tensor:
         """Inverse of `_encode_mask`."""
         return self._decode_groups(parts, 1 - mask, (count, shape[self.axis] - count), shape, dtype)
 
@@ -123,8 +121,7 @@ class TokenSplit(TwoWaySplit):
         share: fraction of a block's tokens that are salient, rounded to whole tokens.
         high: codec of the salient tokens (more bits).
         low: codec of the others.
-        per_head: every KV head has its own salient tokens and mask (ZipCache's released code); else all heads of a
-            layer share one.
+        per_head: every KV head has its own salient tokens and mask (ZipCache's released code); else a layer has one.
 
     Source: ZipCache (arXiv 2405.14256), section 4; kvquant-plus-plus, section 3.1 (half of the tokens at one bit more,
     half at one bit less).
@@ -243,8 +240,7 @@ class PlannedCodec(Codec):
 class HeadsCodec(Codec):
     """Encodes each KV head of a layer by the codec that `codecs` has for it; heads with the same codec go together.
 
-    Stores `heads<i>.<part>` of the i-th codec, in order of its first head, and `whole`, the states of heads without a
-    codec in the dtype of the cache.
+    Stores `heads<i>.<part>` of the i-th codec, in order of its first head, and `whole`, states of heads without one.
 
     Args:
         codecs: one per head, the same object for heads to encode together; None: the head stays in full precision.

@@ -140,8 +140,7 @@ class TokenNorm(Stage):
     Args:
         scope: `head`: one norm per head and token; `token`: one per token over all heads and channels (OScaR's code).
         rms: divide the norm by the square root of the number of elements it covers.
-        double_quant: store norms in a few bits; tokens are divided by the decoded norm, so later stages see and correct
-            its error. None = fp16.
+        double_quant: store norms in a few bits; tokens are divided by the decoded norm. None = fp16.
 
     An all-zero token stores 0 and decodes to zeros.
     """

@@ -82,8 +82,7 @@ class UniformQuantizer(CodeQuantizer):
     Args:
         bits: bits per code, 1-16 (symmetric: 2-16).
         axis: `per_channel`: a group is `group_size` tokens of one channel; `per_token`: that many channels of a token.
-        group_size: None = the whole block (per channel) or the whole head_dim (per token). A short last group has its
-            own statistics.
+        group_size: None = the whole block (per channel) or the head_dim (per token). A short last group has its own.
         symmetric: a grid around 0, scale max|x| / (2^(b-1) - 1); else lo = min, scale (max - min) / (2^b - 1).
         zero_point: see `ZeroPoint`; of an asymmetric grid.
         clip: ratio applied to both ends of the range (QuaRot: 0.95).
@@ -122,6 +121,7 @@ class UniformQuantizer(CodeQuantizer):
         self.bits, self.group_size, self.symmetric, self.clip = bits, group_size, symmetric, clip
         self.axis: Axis = checked_choice(Axis, axis, "axis")
         self.zero_point: ZeroPoint = checked_choice(ZeroPoint, zero_point, "zero_point")
+        require(zero_point != "edge" or bits in (2, 3, 4, 5, 6, 8), "bits", bits, "of MLX, 2 to 6 or 8", Unsupported)
         self.gain: Gain = checked_choice(Gain, gain, "gain")
         self.rounding: Rounding = checked_choice(Rounding, rounding, "rounding")
         self.scale_dtype: ScaleDtype = checked_choice(ScaleDtype, scale_dtype, "scale_dtype")

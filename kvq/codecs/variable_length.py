@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import abc
+import functools
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
@@ -11,7 +13,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from kvq.codecs.codec import Codec, States
+from kvq.codecs.codec import ELEMENTS_AT_ONCE, Codec, States
 from kvq.codecs.fitted import INDICES
 from kvq.codecs.packed import Packed, merge_runs, pack_parts, plane_widths, unpack_parts
 from kvq.codecs.quantizers import Quantizer
@@ -33,23 +35,25 @@ class SparseCodec(Codec):
 
     They are stored as lists, `outlier.value` and `outlier.index` `[batch, 1, entries, 1]` in the order of tokens;
     `outlier.count` has the number of each token. The sequences of a batch have lists of equal length: a shorter one is
-    padded with entries that name no channel and count for its last token.
+    padded with entries that name no channel and count evenly for its tokens.
     """
 
     version: ClassVar[int] = 1
     stores_lists = True
 
     def encode(self, x: States, block: int | None = None, rope: Rope | None = None) -> Packed:
-        tokens = x.shape[2]
+        batch, heads, tokens, head_dim = x.shape
         self._check_rope(rope, tokens)  # of all tokens: pieces of a longer table would pass
-        whole = tokens - tokens % block if block is not None and block < tokens else tokens
-        packed = self._to_lists(super().encode(x[:, :, :whole], block, None if rope is None else rope.narrow(0, whole)))
-        if whole == tokens:
-            return packed
-        turned = None if rope is None else rope.narrow(whole, tokens - whole)
-        tail = self._to_lists(super().encode(x[:, :, whole:], None, turned))
-        parts = {name: torch.cat([part, tail.parts[name]], 2) for name, part in packed.parts.items()}
-        return replace(packed, parts=parts, runs=merge_runs(packed.runs, tail.runs))
+        size = min(block or tokens, tokens) or 1
+        whole, step = tokens - tokens % size, size * max(1, ELEMENTS_AT_ONCE // (batch * heads * size * head_dim))
+        pieces = []
+        for start, end in itertools.pairwise([*range(0, whole, step), whole, tokens]):
+            if start < end or not tokens:
+                turned = None if rope is None else rope.narrow(start, end - start)
+                pieces.append(self._to_lists(super().encode(x[:, :, start:end], size, turned)))
+        parts = {name: torch.cat([piece.parts[name] for piece in pieces], 2) for name in pieces[0].parts}
+        runs = functools.reduce(merge_runs, (piece.runs for piece in pieces))
+        return replace(pieces[0], parts=parts, runs=runs)
 
     @staticmethod
     def _to_lists(packed: Packed) -> Packed:
@@ -59,7 +63,8 @@ class SparseCodec(Codec):
         parts = dict(packed.parts)
         count = parts["outlier.count"].int()
         total = count.sum(2, keepdim=True)
-        count[:, :, -1:] += total.max() - total
+        places = torch.arange(count.shape[2], device=count.device)[:, None]
+        count += (total.max() - total + places) // count.shape[2]
         most = int(count.max())
         held = torch.arange(most, device=count.device) < count
         for name, empty in _LISTS.items():

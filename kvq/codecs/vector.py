@@ -200,8 +200,7 @@ class VectorQuantizer(Quantizer):
     """Nearest codeword (L2) for every 8 consecutive channels; expects values with a distribution close to N(0, 1).
 
     Args:
-        bits: 1 (an 8-bit index per 8 channels) or 2 (an 8-bit index into non-negative codewords and 8 sign bits; E8P: a
-            16-bit code).
+        bits: 1 (an 8-bit index per 8 channels) or 2 (an 8-bit index into non-negative codewords and 8 signs; E8P).
         codebook: `finetuned` (tuned for the cosine, entries of 4 bits), `finetuned_fp16` (tuned, entries in fp16),
             `kmeans` (fp16), or `e8p` (2 bits only). One codebook serves every layer and model; it is not counted.
         gain: see `Gain`; NSNQuant's strategies 1-3 are `l2`, `norm` and `parallel`.

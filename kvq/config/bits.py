@@ -17,7 +17,7 @@ Widths = int | list[int]
 """Bits of a layer's keys or values: one number, or one for each KV head."""
 WHOLE = 16
 """Among the bits of a layer's heads: that head stays in full precision."""
-_NUMBER = r"\d{1,3}(?:\.\d{1,6})?"
+_NUMBER = r"\d{1,3}(?:\.\d{1,17})?"
 
 
 @dataclass(frozen=True)
@@ -71,6 +71,8 @@ class BitsByLayerConfig:
             if not widths or not all(type(width) is int and MIN_BITS <= width <= MAX_BITS for width in widths):
                 told = f"a whole number {MIN_BITS}-{MAX_BITS} for each layer, or a list of one for each KV head"
                 raise ConfigError(f"method.bits_by_layer.{side}={given}: {told}")
+            if len(widths) > 1 and set(widths) == {WHOLE}:
+                raise ConfigError(f"method.bits_by_layer.{side}={given}: full_precision_layers for a whole layer")
             found.append(widths[0] if len(set(widths)) == 1 else widths)
         return found
 

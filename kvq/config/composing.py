@@ -90,7 +90,7 @@ def bits_of(root: DictConfig) -> Bits:
     """The checked `bits` of a composed configuration."""
     given = root.bits if "bits" in list(root) else None  # `~bits` takes it away
     method = root.get("method")
-    real = bool(OmegaConf.is_config(method) and method.get("real_bits"))
+    real = bool(OmegaConf.is_config(method) and (method.get("real_bits") or method.get("bits_range") is None))
     return parse_bits(OmegaConf.to_container(given) if OmegaConf.is_config(given) else given, real)
 
 
@@ -266,14 +266,17 @@ def take_values(cfg: DictConfig) -> DictConfig:
         own, other = (compose([f"method={one}"]).method for one in (method.name, name))
     except HydraException as error:
         raise ConfigError(f"{setting}: {str(error).splitlines()[0]}") from error
-    if other.policies or other.eviction is not None or other.token_policy is not None:
+    layers = method.full_precision_layers.value
+    whole = (layers and layers == own.full_precision_layers.value) or other.full_precision_layers.value
+    if whole or any(other[part] for part in ("policies", "eviction", "token_policy", "gqa_compensation")):
         raise ConfigError(f"{setting}: has policies; a method of codecs alone")
     if any(_raw(method, part) != _raw(own, part) for part in ("value", "residual.value")):
         raise ConfigError(f"{setting}: settings of method.value and method.residual.value beside it have no effect")
     cfg = copy.deepcopy(cfg)
     method = cfg.method
     if other.calibration.dataset is not None:
-        if method.calibration.dataset is not None and method.calibration != other.calibration:
+        given = method.calibration.dataset is not None or method.calibration != own.calibration
+        if given and method.calibration != other.calibration:
             raise ConfigError(f"{setting}: is calibrated otherwise than {method.name}")
         method.calibration = other.calibration
     common, side = other.residual, other.residual.value

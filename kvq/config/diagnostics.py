@@ -41,8 +41,7 @@ References = enum.StrEnum("References", "preallocated dynamic")
 """The references that are timed together with a method.
 
 `preallocated`: `torch.nn.functional.scaled_dot_product_attention` over a cache of the full size in the model's
-dtype, the queries that share a head as rows of one; `dynamic`: transformers' DynamicCache and the model's own
-attention.
+dtype, the queries that share a head as rows of one; `dynamic`: transformers' DynamicCache and own attention.
 """
 
 Regime = enum.StrEnum("Regime", "per_head per_layer compiled kept packed")
@@ -347,8 +346,7 @@ class LatencyConfig(SpeedConfig):
     Attributes:
         regimes: ways to read the packed past that are timed as well, each with its overhead over the references.
         prefill_steps: a further prefill, whose time is split into the steps of the codecs.
-        decode_steps: tokens decoded once more, with the time of attention on codes split into its steps, and by the
-            method without its token norms.
+        decode_steps: tokens decoded once more, with the time of attention on codes by steps, and without token norms.
     """
 
     later: ClassVar[tuple[str, ...]] = ("prefill_steps", "decode_steps")

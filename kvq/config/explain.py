@@ -63,7 +63,8 @@ def setting_of(override: str) -> str:
 def composed(words: Sequence[str], config_dir: str | Path | None = None) -> Config:
     """The resolved configuration of overrides, as `compose` and `resolve` give it."""
     try:
-        return resolve(compose(words, config_dir))
+        with plugins.using(plugins.folder_in_use(config_dir)):
+            return resolve(compose(words, config_dir))
     except COMPOSE_ERRORS as error:
         raise ConfigError(explain(error, words, config_dir)) from error
 

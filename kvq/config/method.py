@@ -240,7 +240,7 @@ class MethodConfig:
     quantized, by side; negative ones count from the end. `gqa_compensation`: ceil(log4 g) bits more for g query heads
     of a KV head, up to 8. `merge_rotation`: the model's weights rotate values, in the place of the first stage of their
     codec. `sink_tokens`: first tokens that stay in full precision; `kept_keys`: and keys of these, in some layers.
-    `values_of`: another method, whose codec and residual of values take the place of this one's (`kivi+nsnquant`).
+    `values_of`: another method, whose codec and residual of values, not first tokens, replace these (`kivi+nsnquant`).
     `policies`: further ones by name, such as a plugin's; `backend`: another library's cache in the place of codecs.
     `latent_only`: a format of the latent of multi-head latent attention, refused where another is cached.
     """

@@ -48,8 +48,7 @@ class Plugin:
         renamed: earlier import path of a class, which keys and records keep -> its path now.
         keyed: class -> the class of kvq that it derives from, whose name and version keys and records have;
             empty: its settings stand there without a class.
-        has_versions: its classes that decide numbers have `version: ClassVar[int]`; false: the code of their file names
-            their version.
+        has_versions: its classes that decide numbers have `version: ClassVar[int]`; false: their file's code is it.
     """
 
     name: str

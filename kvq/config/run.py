@@ -238,8 +238,7 @@ class ModelConfig:
 def trained_with_bos(model: ModelConfig, chat: bool, tokenizer_writes: bool | None = None) -> bool | None:
     """Whether a model was trained on texts (`chat`: conversations) that begin with a begin-of-text token.
 
-    `tokenizer_writes`: what the tokenizer says, where it was asked; None: only it can say. Those of embedded models
-    write none.
+    `tokenizer_writes`: what the tokenizer says, where it was asked; None: only it can say. Embedded ones write none.
     """
     known = model.chat_bos if chat and model.chat_bos is not None else model.bos
     if known is not None:
@@ -319,7 +318,7 @@ class Config:
     logger: Any = None
 
     def __post_init__(self) -> None:
-        parse_bits(self.bits, self.method.real_bits)
+        parse_bits(self.bits, self.method.real_bits or self.method.bits_range is None)
         limit, asked = self.model.context, getattr(self.task, "context", None)
         if limit is not None and asked is not None and asked > limit:
             name = self.model.name

@@ -85,9 +85,7 @@ class PplConfig(TaskConfig):
                 raise ConfigError(f"task.prompt={self.prompt}: belongs to task.scoring=continuation")
         elif self.prompt is None or not 2 <= self.prompt < self.context:
             given = "null" if self.prompt is None else self.prompt
-            raise ConfigError(
-                f"task.prompt={given}: 2 to task.context - 1 ({self.context - 1}), behind which is scored"
-            )
+            raise ConfigError(f"task.prompt={given}: 2 to task.context - 1 ({self.context - 1}), then scored")
         elif self.windows is Windows.sliding:
             raise ConfigError("task.windows=sliding: task.scoring=continuation cuts disjoint windows")
         if self.windows is Windows.sliding and not 1 <= self.stride <= self.context:

@@ -327,6 +327,8 @@ def _extract_texts(rows: Any, field: str, where: str) -> tuple[str, ...]:
             row = row[field]
         if not isinstance(row, str):
             raise DataError(f"dataset.text_field={field}: row {number} of {where} is {type(row).__name__}, not text")
+        if not row.isascii() and row.encode(errors="ignore").decode() != row:
+            raise DataError(f"dataset.text_field={field}: row {number} of {where} has half of a surrogate pair")
         texts.append(row)
     return tuple(texts)
 

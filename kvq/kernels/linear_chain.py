@@ -60,8 +60,7 @@ class PackedStates:
         rope: the rotations of the packed tokens, from the first on, for a codec that undoes them.
         sinks: so many tokens at the beginning of `full` come before the packed ones in the text. Attention is the same
             in any order of tokens that keys and values share.
-        heads: of `packed`, these heads are meant, as others are of the other side (`StoredWithKeys`); None: all. `full`
-            has no others.
+        heads: of `packed`, these heads are meant, as others are of the other side (`StoredWithKeys`); None: all.
     """
 
     codec: Codec | None

@@ -39,8 +39,7 @@ class Method:
             for a method without calibration.
         policies: further parts, such as those that evict tokens, change the bits or codec of some, keep some in full
             precision, or rotate states by the model's weights.
-        by_layer: one method per layer where layers have different bits, else empty; `key`, `value` and `bits` are then
-            those of the first layer.
+        by_layer: a method per layer where their bits differ, else empty; `key`, `value`, `bits` are those of the first.
         settings: the configuration that it was built from, as JSON data (`kvq.config.identity.canonical_method`); empty
             for a method that was constructed without `build_method`.
     """
@@ -70,9 +69,7 @@ class Method:
             both = self.joins_sides and codec is self.key
             for stage_name, stage in codec.stages:
                 if getattr(stage, "before_values", False) != both and stage.uses_rope:
-                    raise ConfigError(
-                        f"{stage_name}.before_values={not both}: true where values are stored with keys, only"
-                    )
+                    raise ConfigError(f"{stage_name}.before_values={not both}: true where values are stored with keys")
         if self.joins_sides and self.key is None:
             raise ConfigError(f"method={self.name}: values are stored with the keys, which need a codec")
         parts = {} if self.key is None or not self.joins_sides else calibrated_parts(self.key)
@@ -247,9 +244,9 @@ class Method:
             return adapted.layers(config, held, keep_decoded, packed)
         if packed:
             self.check_packed()
-        for codec, dims in ((self.key, [one.head_dim for one in held]), (self.value, [one.value_dim for one in held])):
-            if codec is not None:
-                for head_dim in set(dims):
+        for place, one in enumerate(held):
+            for side, head_dim in (("key", one.head_dim), ("value", one.value_dim)):
+                if (codec := self.codec_of(side, place)) is not None:
                     codec.check(head_dim)
         if self.replaces_layers:
             return [
@@ -276,9 +273,7 @@ class Method:
         """A copy whose stages are adapted to a model with this transformers text configuration (`Stage.for_model`)."""
         if not self.depends_on_model:
             return self
-        return self.map_codecs(
-            lambda one: one.with_stages((name, stage.for_model(config)) for name, stage in one.stages)
-        )
+        return self.map_codecs(lambda one: one.with_stages((name, part.for_model(config)) for name, part in one.stages))
 
     def map_codecs(self, change: Callable[[Codec], Codec]) -> Method:
         """A copy with `change` made to each codec, also to those of single layers (`by_layer`, `bound`)."""

@@ -1,7 +1,6 @@
 """Mixed precision: policies that give the tokens of a layer different numbers of bits, and their cache layers.
 
-OTT keeps a pool of tokens in full precision; ZipCache and kvquant-plus-plus give tokens bits by the attention that they
-receive.
+OTT keeps a pool of tokens in full precision; ZipCache and kvquant-plus-plus give tokens bits by the attention to them.
 """
 
 from __future__ import annotations
@@ -84,8 +83,7 @@ class MixedPrecision(Policy):
 class OutlierTokens(MixedPrecision):
     """A pool of full-precision tokens per KV head: those whose keys have the smallest sum of magnitudes.
 
-    Each time a block leaves the residual, the pool is chosen anew among its tokens and those of the block; the others
-    are quantized as the block.
+    Each time a block leaves the residual, the pool is chosen anew among its tokens and the block's.
 
     Args:
         pool: number of tokens.
@@ -219,9 +217,7 @@ class BlockEndLayer(KVCacheLayer):
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """As `KVCacheLayer.update`. Raises: Unsupported: a chunk beyond the end of a block, under `token_by_token`."""
         if self.token_by_token and any(side.queries for side in self._moves(key_states.shape[2], 0)):
-            raise Unsupported(
-                "method.token_policy: tokens fed one by one, but together beyond the end of a block; feed up to it"
-            )
+            raise Unsupported("method.token_policy: tokens fed one by one, but beyond a block's end; feed up to it")
         return super().update(key_states, value_states, *args, **kwargs)
 
 

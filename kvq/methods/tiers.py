@@ -260,9 +260,7 @@ class TierLayer(PlannedLayer):
     """Keys and values of one layer, whose tokens move between tiers by the attention they receive."""
 
     def __init__(self, like: KVCacheLayer, policy: AdaptiveTiers) -> None:
-        key, value = (
-            TierSide(side.codec, side.residual, side.label, side.keep_decoded) for side in (like.key, like.value)
-        )
+        key, value = (TierSide(one.codec, one.residual, one.label, one.keep_decoded) for one in (like.key, like.value))
         for side in (key, value):
             split = None if side.codec is None else side.codec.quantizer
             if not isinstance(split, TokenTiers) or side.codec is None or side.codec.stages:

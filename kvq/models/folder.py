@@ -88,8 +88,7 @@ def _own_folder(path: str) -> str:
 def folder_fingerprint(config: ModelConfig) -> str | None:
     """The sha256 (hex) of a local folder's weights, configuration and tokenizer; None for a model of the hub.
 
-    It covers what loading reads, also in subfolders (`files_read`), and of a delta the files of its base as well; of a
-    GGUF file it is the file's own.
+    It covers what loading reads, also in subfolders (`files_read`), of a delta its base's too; of a GGUF file, its own.
     """
     folder, delta = Path(model_folder(config.path)), delta_folder(config.path)
     if not folder.is_dir():

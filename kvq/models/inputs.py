@@ -264,15 +264,25 @@ class Inputs:
         """Whether the model was trained on texts with a begin-of-text token; None for a task without `bos`."""
         if not hasattr(self.config.task, "bos"):
             return None
-        chat = bool(getattr(self.config.task, "chat_template", False))
+        return self._trained_with_bos(bool(getattr(self.config.task, "chat_template", False)))
+
+    def _trained_with_bos(self, chat: bool) -> bool:
         known = trained_with_bos(self.config.model, chat)
         return begins_with_bos(self.tokenizer, chat) if known is None else known
 
     @property
     def bos(self) -> int | None:
         """The token that every window or prompt begins with, by `task.bos`; None: none does."""
+        return self._bos_where(self.trained_with_bos)
+
+    @property
+    def plain_bos(self) -> int | None:
+        """As `bos`, of a prompt without a chat template in a task that has one."""
+        return self._bos_where(self._trained_with_bos(chat=False))
+
+    def _bos_where(self, trained: bool | None) -> int | None:
         asked = getattr(self.config.task, "bos", None)
-        if not (self.trained_with_bos if asked is None else asked):
+        if not (trained if asked is None else asked):
             return None
         found: int | None = self.tokenizer.bos_token_id
         if found is None:

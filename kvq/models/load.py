@@ -107,7 +107,7 @@ def model_fingerprint(config: ModelConfig) -> str:
 def _commit(path: str, gguf: str | None, revision: str | None, trusted: bool) -> str:
     """The commit of a hub id, asked for once in a process: every run of a sweep needs it several times."""
     config = ModelConfig(path=path, gguf=gguf, revision=revision, trust_remote_code=trusted)
-    found = getattr(text_config_of(config), "_commit_hash", None)
+    found = getattr(_config_of(config), "_commit_hash", None)
     return found or revision or "main"
 
 

@@ -9,8 +9,7 @@ a sink can lack them only where its key is next to nothing: `sink: false` takes 
 A delta is what a model differs in from another: low-rank changes of matrices, rows of the embedding, norm weights. Its
 folder has `delta.json` ({"base": <model.path>}) and `delta.safetensors`, all in fp16: `W.left` [out, rank] and
 `W.right` [rank, in] for a weight W that becomes W + left @ right, `W.columns` [in] where W's columns are scaled first,
-`W.row.I` for its row I and `W` itself for a weight that is replaced. The metadata has the sha256 of the base's weights
-under `base_sha256`.
+`W.row.I` for its row I and `W` itself for a weight that is replaced. `base_sha256`, metadata: that of the base.
 """
 
 from __future__ import annotations
@@ -27,6 +26,8 @@ from jaxtyping import Float, Float16
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
+from torch.nn.modules.conv import _ConvNd
+from transformers.pytorch_utils import Conv1D
 
 from kvq.config import OutliersConfig
 from kvq.config.limits import file_hash
@@ -72,6 +73,10 @@ def rounded_weights(model: Any, bits: int) -> Iterator[None]:
     for name, module in linear.items():
         if module.weight.device.type == "meta" or not module.weight.is_floating_point():
             raise Unsupported(f"model.round_weights={bits}: {name}.weight is quantized already or not in memory")
+    for name, weight in model.named_parameters():
+        module = model.get_submodule(name.rpartition(".")[0])
+        if isinstance(module, Conv1D) or (weight.ndim == 3 and len(weight) > 1 and not isinstance(module, _ConvNd)):
+            raise Unsupported(f"model.round_weights={bits}: {name} would stay as it is; linear layers alone")
     weights = list({module.weight for module in linear.values() if module is not output})
     before = [weight.detach().clone() for weight in weights]
     try:

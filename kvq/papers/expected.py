@@ -120,8 +120,7 @@ def _stand_in_cells(
 ) -> tuple[Asked, ...]:
     """The cells with runs on `model`, a small one in place of the paper's, and without the label of the model.
 
-    A cell whose runs then are of another task (`LayoutConfig.small`) reads that task's main metric and loses the labels
-    that choose a metric.
+    A cell whose runs then are of another task (`LayoutConfig.small`) reads that task's main metric, without labels.
     """
     asked: set[tuple[sweep.Overrides, ...]] = set()
     by_labels: dict[tuple[tuple[str, str], ...], Asked] = {}

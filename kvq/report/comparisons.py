@@ -69,8 +69,7 @@ class Verdicts:
     """Which of a table's runs have a lower loss than which others, beyond noise; all pairs are tested together.
 
     Runs that are both within noise of full precision are not told apart, so that in a table of runs that equal full
-    precision a false mark of either kind is as rare as one of the first alone. `further`: more pairs, such as a
-    variant's.
+    precision a false mark of either kind is as rare as one of the first alone. `further`: more pairs.
     """
 
     def __init__(

@@ -47,9 +47,7 @@ Status = Literal["done", "failed", "unsupported"]
 KEY_PATTERN = re.compile(r"[0-9a-f]{64}\Z")
 Versions = dict[str, int | str]
 _PACKAGE: Final = Path(__file__).resolve().parents[1]
-_CLASS: Final = re.compile(
-    r"^class (\w+)|^    version: ClassVar\[int\] = (\d+)$|^    name: str = \"(\w+)\"$", re.MULTILINE
-)
+_CLASS: Final = re.compile(r"^class (\w+)|^    version: ClassVar\[int\] = (\d+)$|^    name: str = \"(\w+)\"$", re.M)
 # Settings of a method without a `_target_`, and the class that reads them.
 _IMPLIED: Final = {
     "sink_tokens": "SinkSide",
@@ -103,9 +101,7 @@ class Provenance(_Frozen):
     threads: int
     dtype: str = Field(description="compute dtype of the model")
     cpu_linear: str = Field(default="torch", description="library of the model's float32 linear layers on a CPU")
-    engine: str | None = Field(
-        default=None, description="program that computed the logits, with its build; null: transformers"
-    )
+    engine: str | None = Field(default=None, description="program of the logits, with its build; null: transformers")
     dataset_fingerprint: str | None = Field(default=None, description="null: the run ended before the data was loaded")
     dataset_source: str | None = Field(default=None, description="what dataset.path was; null: not local, or unknown")
     model_fingerprint: str | None = Field(default=None, description="null: the run ended before the model was loaded")

@@ -127,9 +127,8 @@ def imbalanced(
     sizes = 1 + outlier_spread * torch.randn(heads, tokens, outlier_channels, generator=generator)
     if not sink_outliers:
         sizes[:, :sinks] = 0
-    x[0] += torch.zeros_like(x[0]).scatter_(
-        2, channels[:, None].expand_as(sizes), sizes * signs[:, None] * outlier_size
-    )
+    channels = channels[:, None].expand_as(sizes)
+    x[0] += torch.zeros_like(x[0]).scatter_(2, channels, sizes * signs[:, None] * outlier_size)
     x[:, :, :sinks] /= lowness
     return x
 

@@ -116,8 +116,7 @@ def write_answers(
     """Write and score answers of at most `most` tokens to prompts that are read together.
 
     An answer that has ended leaves its batch, so that its storage is its own; with `stay` all rows go on until the last
-    has ended, and each has its part of the cache. `sample`: what the record keeps, by the prompt's place and new
-    tokens.
+    has ended, and each has its part of the cache. `sample`: what the record keeps, by the place and new tokens.
     """
     seconds, stored = dict[str, float](), dict[int, dict[str, float]]()
     device, before = reader.loaded.device, reader.tokens_read

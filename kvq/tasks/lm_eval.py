@@ -89,11 +89,12 @@ def load_tasks(inputs: Inputs) -> tuple[dict[str, Any], dict[str, Part]]:
             by_size = all(metric.weight_by_size for metric in group.aggregate_metric_list or ())
             parts[label] = Part([one.task_name for one in group.get_all_tasks()], by_size)
     _change_generation(task, out)
-    for one in out.values():
-        if one.get_config("num_fewshot") is None or (
-            task.num_fewshot is not None and one.get_config("num_fewshot") != 0
-        ):
-            one.set_config(key="num_fewshot", value=task.num_fewshot or 0)
+    shots, own = task.num_fewshot, {name: one.get_config("num_fewshot") for name, one in out.items()}
+    if shots and all(number == 0 for number in own.values()):
+        raise ConfigError(f"task.num_fewshot={shots}: the tasks say 0, which lm-eval keeps")
+    for name, one in out.items():
+        if own[name] is None or (shots is not None and own[name] != 0):
+            one.set_config(key="num_fewshot", value=shots or 0)
         one.set_fewshot_seed(seed=_FEWSHOT_SEED)
     return out, parts
 

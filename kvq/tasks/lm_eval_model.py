@@ -83,8 +83,7 @@ class CacheLM(HFLM):
 
     `batch_size`: contexts answered together (None: as `kvq.tasks.items` chooses); `max_length`: of a context (None: the
     model's); `journal` stores every answer at once; `seed`: of sampled answers; `copies`: rows that each context is
-    read as, 2 being another batch order for a batch of one; `bos`: the token that every context begins with, also a cut
-    one.
+    read as, 2 being another batch order for a batch of one; `bos`: the token that each context begins with.
     """
 
     def __init__(

@@ -96,8 +96,9 @@ class Subset:
 
     def score(self, row: Mapping[str, Any], text: str) -> float:
         """The best score of `answer(text)` over the item's references, 0 to 1."""
-        given, classes = self.answer(text), row.get("all_classes")
-        return max(float(self.metric(given, reference, all_classes=classes)) for reference in row["answers"])
+        given, classes, answers = self.answer(text), row.get("all_classes"), row["answers"]
+        answers = [answers] if isinstance(answers, str) else answers
+        return max(float(self.metric(given, reference, all_classes=classes)) for reference in answers)
 
 
 @functools.cache
@@ -167,7 +168,7 @@ def read_documents(config: DatasetConfig, task: LongbenchConfig) -> list[Documen
     """The first `task.limit` items of each subset, from `dataset.path` (a folder, or one file) or the hub."""
     if config.loader is not Loader.items:
         raise ConfigError(f"dataset={config.name}: holds text; task=longbench has items of its own, dataset=longbench")
-    out: list[Document] = []
+    out, seen = list[Document](), set[str]()
     for name in task.subsets:
         subset = load_subset(name)
         if config.path is None:
@@ -185,7 +186,9 @@ def read_documents(config: DatasetConfig, task: LongbenchConfig) -> list[Documen
         for index, row in enumerate(rows[: task.limit]):
             # `input` in the benchmark's own files is `question` in its mirror on the hub and in the prompts.
             row = {"question": row.get("input", ""), **row}
-            out.append(Document(f"{name}/{row.get('_id') or index}", subset, row))
+            named = f"{name}/{row.get('_id') or index}"
+            out.append(Document(named if named not in seen else f"{named}/{index}", subset, row))
+            seen.add(named)
     return out
 
 
@@ -204,7 +207,7 @@ def prompt_tokens(inputs: Inputs, document: Document, room: int) -> tuple[list[i
     text = document.subset.ask(document.row)
     templated = task.chat_template and document.subset.base not in NO_TEMPLATE
     if not templated:
-        tokens = set_bos(tokenizer, encode(tokenizer, text), inputs.bos)
+        tokens = set_bos(tokenizer, encode(tokenizer, text), inputs.plain_bos)
         return _cut_middle(tokens, room), max(0, len(tokens) - room)
     plain = encode(tokenizer, text, special=False)
     kept = len(plain)
@@ -262,7 +265,7 @@ def answer(reader: Reader, inputs: Inputs, batch: Sequence[LongItem]) -> list[Sc
     def sample(place: int, tokens: list[int]) -> Sample:
         item = batch[place]
         text = subset.answer(str(tokenizer.decode(tokens, skip_special_tokens=True)))
-        words = int(item.document.row.get("length") or 0)
+        words = int(item.document.row.get("length") or len(str(item.document.row["context"]).split()))
         bucket = next(name for name, most in BUCKETS if most is None or words < most)
         about = {"item": item.document.name, "subset": subset.name, "length": words, "bucket": bucket, "cut": item.cut}
         return about | {"text": text, "score": subset.score(item.document.row, text)}

@@ -126,8 +126,7 @@ class Task:
     """A task, as the runner calls it; `settings`: of a task outside the package, the dataclass of its settings.
 
     `check` reads no weights and raises `Unsupported` or `ConfigError`; `measure` writes what it has scored to the
-    journal, from which a killed run resumes; `fingerprint` names the data; `texts`: its texts, to compare with a
-    calibration's.
+    journal, from which a killed run resumes; `fingerprint` names the data; `texts`: to compare with a calibration's.
     """
 
     check: Callable[[Inputs, Method], None]

@@ -3,12 +3,12 @@
 OCRBench (arXiv 2305.07895) asks whether an answer is contained. MMAU-Pro (arXiv 2508.13992,
 `evaluate_mmau_pro_comprehensive.py`) scores by category. Instructions are checked by its rules. Choices are matched
 there by embeddings of NV-Embed-v2, a model of 7B; here by the words of MMAU's `evaluation.py` (arXiv 2410.19168), its
-authors' string rule, so that accuracy is not MMAU-Pro's. Open answers are graded there by Qwen2.5-7B-Instruct and have
-no score here.
+authors' string rule, so that accuracy is not MMAU-Pro's. Open answers are graded there by Qwen2.5-7B-Instruct.
 """
 
 from __future__ import annotations
 
+import contextlib
 import io
 import re
 import warnings
@@ -38,8 +38,7 @@ JUDGED = "an open answer, which the benchmark's authors let a judge grade (Qwen2
 class MediaItem:
     """A question about media, `(modality, bytes)` each in the order of the prompt; scores are split by `kind`.
 
-    `choices`: the answers that the prompt offers; `instruction`: what an answer has to follow, a name and its numbers
-    and words.
+    `choices`: the answers that the prompt offers; `instruction`: what an answer has to follow: name, numbers, words.
     """
 
     name: str
@@ -115,10 +114,9 @@ def _bytes(given: Any, folder: Path, modality: str) -> bytes:
     if isinstance(given, bytes):
         return given
     if isinstance(given, str) and given:
-        file = folder / given
-        if not file.is_file():
-            raise DataError(f"{given}: no such file")
-        return file.read_bytes()
+        with contextlib.suppress(OSError):
+            return (folder / given).read_bytes()
+        raise DataError(f"{given}: no such file")
     if hasattr(given, "save"):
         stream = io.BytesIO()
         given.save(stream, format="PNG")
@@ -174,10 +172,8 @@ def choice_score(answer: str, choices: Sequence[str], text: str) -> float:
     def words(given: str) -> set[str]:
         return set(re.findall(r"\w+", given.lower()))
 
-    wanted, written = words(answer), words(text)
-    return float(
-        bool(written) and wanted <= written and not written & (set[str]().union(*map(words, choices)) - wanted)
-    )
+    wanted, given = words(answer), words(text)
+    return float(bool(given) and wanted <= given and not given & (set[str]().union(*map(words, choices)) - wanted))
 
 
 def instruction_score(name: str, wanted: Mapping[str, Any], question: str, text: str) -> float:
@@ -191,9 +187,7 @@ def instruction_score(name: str, wanted: Mapping[str, Any], question: str, text:
         item = dict(zip(item, plain, strict=True))
 
     def follows(word: str) -> bool:
-        pattern = re.sub(
-            r"{([a-z]\w*)}", lambda found: re.escape({"word": word, **item}.get(found[1], "")), rule["count"]
-        )
+        pattern = re.sub(r"{([a-z]\w*)}", lambda at: re.escape({"word": word, **item}.get(at[1], "")), rule["count"])
         count = len(re.findall(pattern, text))
         least, most = (item.get(rule[bound], rule[bound]) if bound in rule else count for bound in ("least", "most"))
         return bool(least <= count <= most)

@@ -66,7 +66,8 @@ def prompt_of(
         text = processor.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
     else:
         text = "\n".join((*(getattr(processor, f"{modality}_token") for modality, _ in item.media), item.prompt, ""))
-    made = processor(text=[text], return_tensors="pt", **given)
+    once = {"add_special_tokens": False} if text.startswith(processor.tokenizer.bos_token or "\0") else {}
+    made = processor(text=[text], return_tensors="pt", **given, **once)
     tokens = made.pop("input_ids").to(device)
     return tokens, {name: made[name] for name in made if name != "attention_mask"}
 

@@ -31,7 +31,7 @@ from kvq.models.load import LoadedModel
 from kvq.results.files import Journal
 from kvq.results.metrics import units_of
 from kvq.tasks.measurement import Baseline, Measurement, Task, storage_metrics
-from kvq.tasks.scoring import CHUNK, log_probabilities, sliding_chunk, steps
+from kvq.tasks.scoring import CHUNK, LOGIT_CHUNK, log_probabilities, sliding_chunk, steps
 
 Logits = Float[Tensor, "batch vocab"]
 Pick = Callable[[Logits], Int[Tensor, " batch"]]
@@ -189,10 +189,15 @@ class Reader:
         self, cache: KVCache, logits: Logits, continuation: Int[Tensor, "batch tokens"]
     ) -> tuple[Float[Tensor, "batch tokens"], Int[Tensor, "batch tokens"]]:
         """Log-probabilities (nats) of a continuation of what `cache` holds and `logits` follow; likeliest tokens."""
-        more = [self.read(cache, continuation[:, :-1])] if continuation.shape[1] > 1 else []
-        all_logits = torch.cat([logits[:, None], *more], 1)
-        found = log_probabilities(all_logits).gather(-1, continuation[..., None])[..., 0]
-        return found, all_logits.argmax(-1)
+        hidden = self._hidden_states(cache, continuation[:, :-1])
+        more = (self.loaded.logits(piece) for states in hidden for piece in states.split(LOGIT_CHUNK, 1))
+        found, likeliest, done = [], [], 0
+        for here in itertools.chain([logits[:, None]], more):
+            targets = continuation[:, done : done + here.shape[1], None]
+            found.append(log_probabilities(here).gather(-1, targets)[..., 0])
+            likeliest.append(here.argmax(-1))
+            done += here.shape[1]
+        return torch.cat(found, 1), torch.cat(likeliest, 1)
 
     @torch.no_grad()
     def write(
@@ -204,8 +209,7 @@ class Reader:
         pick: Pick | Sequence[Pick] | None = None,
         leave: Callable[[int, KVCache], None] | None = None,
     ) -> list[list[int]]:
-        """Decode at most `most` tokens, until `ends(row)`; greedy unless `pick` (for all rows, or one for each)
-        chooses.
+        """Decode at most `most` tokens, until `ends(row)`; greedy unless `pick` (of all rows, or each) chooses.
 
         `leave` receives each row as its answer ends, with its own cache, and the others go on without it; None: all
         stay until the last has ended. Returns the new tokens of each row, up to and with the one that ended it.

@@ -190,8 +190,7 @@ def cut_windows(
     """Windows over each stream, which they never cross; remainders dropped.
 
     `stride`: None = disjoint windows, each scoring all its tokens but the first. Else windows start every `stride`
-    tokens; later ones score only their last `stride`. `bos`: the first of the `context` tokens of every window; all
-    others are targets.
+    tokens; later ones score only their last `stride`. `bos`: the first token of every window, no target.
     """
     windows = []
     first = torch.tensor([] if bos is None else [bos], dtype=torch.long)

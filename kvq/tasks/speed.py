@@ -31,7 +31,7 @@ from kvq.config.diagnostics import LatencyConfig, References, Regime, SpeedConfi
 from kvq.config.run import Attention
 from kvq.errors import Unsupported
 from kvq.methods.build import method_of
-from kvq.methods.method import Method
+from kvq.methods.method import Method, bind_kept_keys
 from kvq.models.inputs import Inputs, with_cache_dtype
 from kvq.models.layers import head_dims_of
 from kvq.models.load import LoadedModel, load_model, pick_device
@@ -134,6 +134,8 @@ def _watched(config: Config, loaded: LoadedModel, prompt: Tensor) -> Iterator[tu
 def _method(config: Config, loaded: LoadedModel) -> Method:
     """The run's method, with its calibration."""
     method = method_of(config, head_dims_of(loaded.text_config)[0])
+    if method.policy("kept_keys") is not None:
+        method = bind_kept_keys(method, Inputs(config).tokenizer)
     if not method.needs_calibration:
         return method
     return bind_calibration(method, loaded.model, files.file_of(Inputs(config)))  # which the run has written

@@ -141,7 +141,7 @@ class TokenShares:
 def groups_of(method: Method, sinks: dict[tuple[int, str], list[int]], layer: LayerStates) -> Iterator[dict[str, Any]]:
     """Rows of a layer and window, means over heads, of `kind` range (per stage), group, without (sinks' groups)."""
     for side in ("key", "value"):
-        codec: Codec | None = method.codec_of(side, layer.index)
+        codec: Codec | None = method.codec(side, layer.index, layer.count)
         if codec is None:
             continue
         block, place = measurement.block_of(getattr(method.residual, side), codec), {"side": side, "layer": layer.index}

@@ -17,7 +17,7 @@ from kvq.codecs import Codec
 from kvq.codecs.calibrated import calibrated_parts
 from kvq.config.limits import file_hash
 from kvq.config.method import Policy
-from kvq.errors import ConfigError, DataError, Unsupported, not_empty
+from kvq.errors import ConfigError, DataError, Unsupported, not_empty, require
 from kvq.methods.build import build_method
 from kvq.methods.method import Method
 from kvq.models.folder import DISTRIBUTION, carried_gguf
@@ -138,8 +138,9 @@ def _llamacpp_format(method: Method, codecs: list[tuple[str, Codec]], full: str)
             )
         types[side] = found[0]
         rotations.add("hadamard" in names)
-        if "hadamard" in names and method.settings[side]["stages"]["hadamard"] != known[found[0]]["stages"]["hadamard"]:
-            raise Unsupported(f"task.engine=llamacpp: the engine rotates {side}s otherwise than {method.name}")
+        given, held = method.settings[side]["stages"], known[found[0]]["stages"]
+        if any(given[name] != held.get(name) for name in names):
+            raise Unsupported(f"task.engine=llamacpp: the engine rotates {side}s otherwise, or has another order")
     if len(rotations) > 1:
         raise Unsupported("task.engine=llamacpp: rotates keys and values, or neither")
     return Format((types["key"], types["value"]), all(rotations))
@@ -156,10 +157,10 @@ def _mlx_format(method: Method, codecs: list[tuple[str, Codec]]) -> Format:
     if not codecs:
         return Format((None, 64))
     sides = [method.settings[side] for side, _ in codecs]
-    wanted = {"zero_point": "edge", "axis": "per_token"}
-    found = sides[0]["quantizer"]
-    alike = len(sides) == 2 and sides[0] == sides[1] and not sides[0]["stages"]
-    if not alike or any(found.get(name) != value for name, value in wanted.items()):
+    found = dict(sides[0]["quantizer"])
+    free = {name: found.get(name) for name in ("bits", "group_size")}
+    wanted = {"_target_": "kvq.codecs.UniformQuantizer", "zero_point": "edge", "axis": "per_token"} | free
+    if len(sides) != 2 or sides[0] != sides[1] or sides[0]["stages"] or found != wanted:
         raise Unsupported(f"task.engine=mlx: stores keys and values alike, as engine/mlx_*; not {method.name}")
     return Format((found["bits"], found["group_size"]))
 
@@ -208,7 +209,9 @@ def open_engine(inputs: Inputs, found: Format) -> Iterator[Engine]:
 
 def format_for(inputs: Inputs, method: Method) -> Format:
     """The format of a run's method in its engine. Raises: Unsupported: as `format_of`."""
-    if inputs.config.cache.dtype is not None and inputs.config.task.engine.name is not EngineName.llamacpp:
+    engine, dtype = inputs.config.task.engine.name, inputs.config.model.dtype
+    if inputs.config.cache.dtype is not None and engine is not EngineName.llamacpp:
         raise Unsupported(f"cache.dtype={inputs.config.cache.dtype}: of llamacpp; others store what they compute in")
-    stored = inputs.config.cache_dtype or inputs.config.model.dtype
-    return format_of(method, inputs.config.task.engine.name, stored.value)
+    computed = {EngineName.onnxruntime: ["float32"], EngineName.mlx: ["float32", "float16"]}.get(engine, [dtype.value])
+    require(dtype.value in computed, "model.dtype", dtype, f"{engine} computes in {' or '.join(computed)}", Unsupported)
+    return format_of(method, engine, (inputs.config.cache_dtype or dtype).value)

@@ -69,7 +69,7 @@ class LogitsFile:
         if len(head) < 20 or head[:8] != MAGIC:
             raise DataError(f"{path}: no file of llama-perplexity --save-all-logits")
         context, vocab, chunks = (int(number) for number in np.frombuffer(head[8:], np.int32))
-        if not (2 <= context <= 1 << 24 and 2 <= vocab <= 1 << 24 and 1 <= chunks <= 1 << 24):
+        if not (3 <= context <= 1 << 24 and 2 <= vocab <= 1 << 24 and 1 <= chunks <= 1 << 24):
             raise DataError(f"{path}: context {context}, vocabulary {vocab}, chunks {chunks}: a broken header")
         found = cls(path, context, vocab, chunks)
         if size != (wanted := found.offset(chunks)):

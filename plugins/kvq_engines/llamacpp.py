@@ -140,8 +140,7 @@ class LlamaCpp(contextlib.AbstractContextManager["LlamaCpp"]):
         file: the GGUF file.
         context: tokens of the longest text.
         key, value: types of the cache, of `TYPES`.
-        rotated: whether the engine may rotate keys and values (it does so for quantized types and head dims that are
-            multiples of 64).
+        rotated: whether the engine may rotate keys and values (of quantized types, head dims a multiple of 64).
         flash_attention: fused attention; without it values cannot be quantized.
         threads: of the CPU.
 

@@ -55,7 +55,10 @@ class Mlx(contextlib.AbstractContextManager["Mlx"]):
         self._mx, self._bits, self._group = mx, bits, group_size
         self._model = kind(arguments.from_dict(config))
         weights = {name: mx.array(weight.detach().cpu().numpy()) for name, weight in model.state_dict().items()}
-        self._model.load_weights(list(self._model.sanitize(weights).items()))
+        if "lm_head" not in self._model and model.config.tie_word_embeddings:
+            weights.pop("lm_head.weight", None)
+        renamed = getattr(self._model, "sanitize", dict)(weights)
+        self._model.load_weights(list(renamed.items()))
         self._make = make_prompt_cache
         self._caches: list[Any] = []
         self.vocab = int(config["vocab_size"])
@@ -144,13 +147,14 @@ class Mlx(contextlib.AbstractContextManager["Mlx"]):
 
 
 def _rope_bases(ropes: Mapping[str, Any]) -> dict[str, float]:
-    """The bases of RoPE at the top level, where MLX-LM reads them. Raises: Unsupported: RoPE of another type."""
+    """RoPE's bases and share of channels at the top level, for MLX-LM. Raises: Unsupported: RoPE of another type."""
     by_kind = {"full_attention": ropes} if "rope_theta" in ropes else ropes
     for rope in by_kind.values():
         if rope.get("rope_type", "default") != "default":
             raise Unsupported(f"task.engine=mlx: rope_type={rope['rope_type']} is not carried over")
     named = {"full_attention": "rope_theta", "sliding_attention": "rope_local_base_freq"}
-    return {named[kind]: rope["rope_theta"] for kind, rope in by_kind.items()}
+    share = {name: rope[name] for rope in by_kind.values() for name in ("partial_rotary_factor",) if name in rope}
+    return {named[kind]: rope["rope_theta"] for kind, rope in by_kind.items()} | share
 
 
 def _sides(cache: Any) -> tuple[Any, Any]:

@@ -2,8 +2,7 @@
 
 Encoding rotates, divides by norms, finds ranges, rounds and packs into the parts that a codec makes, tensor by tensor,
 except that a code may differ where a value is halfway between two codes up to rounding, because sums are computed in
-another order. NSNQuant's chains run stage by stage, with a compiled search of the codebook; on a CPU over slices that
-fit its cache.
+another order. NSNQuant's chains run stage by stage, with a compiled search of the codebook.
 """
 
 from __future__ import annotations

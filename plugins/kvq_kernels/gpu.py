@@ -221,8 +221,7 @@ def attend(
     Args:
         per_split: tokens that a program reads, a multiple of `TILE`; None: as many as give `_PROGRAMS` programs.
 
-    Tokens after the runs that keys and values share (a residual, and tokens that only one side has packed) are read in
-    full precision.
+    Tokens after the runs that keys and values share (residual, or packed on one side) are read in full precision.
 
     Raises:
         Unsupported: a codec or layout that the kernels do not support; `eager` supports more.

@@ -4,8 +4,7 @@ A prompt has answered requests, functions with the JSON schemas of their paramet
 the answer is `{"name": ..., "arguments": {...}}`. An item is right where function and arguments are those asked for.
 Parts of that are scored too, because an answer can break in several ways (`CHECKS`).
 
-Requests come from files of the Berkeley Function Calling Leaderboard (`kvq_lab.calls`); prompts, written here, are not
-the leaderboard's.
+Requests come from files of the Berkeley Function Calling Leaderboard (`kvq_lab.calls`); prompts are ours.
 """
 
 from __future__ import annotations

@@ -198,8 +198,7 @@ class EvictingLayer(AttendedLayer):
     """Keys and values of one layer, of which `eviction` keeps a budget; each KV head keeps tokens of its own.
 
     Kept keys keep the rotation of their original positions. Under `when=prompt` the first forward, which is the whole
-    prompt, attends to all tokens; those that stay are then appended to the sides, which quantize them if the method
-    does.
+    prompt, attends to all tokens; those that stay are then appended to the sides, which may quantize them.
     """
 
     keeps_order = False

@@ -108,6 +108,7 @@ class EngineUniformQuantizer(UniformQuantizer):
         scale = self._at_least((high - low) / top)
         if self.zero_point == "ratio":
             scale = torch.where(scale == 0, low.abs(), scale)
+            scale = torch.maximum(scale, low.abs() / torch.finfo(getattr(torch, self.scale_dtype)).max)  # zero fits
             zero = low.neg().div_(scale.masked_fill(scale == 0, 1))
             codes = round_steps(self._steps(groups, scale).add_(zero), self.rounding).clamp_(0, top)
             return {"scale": self._store_statistics(scale), "zero_point": self._store_statistics(zero)}, codes
@@ -146,8 +147,7 @@ class EngineFloat8Quantizer(Float8Quantizer):
         format: see `Float8`.
         scale: `none`, or `token`: max|x| / (largest number of the format) of a token's channels in a head.
         min_scale: scales below it become it.
-        saturate: clamp to the largest number before the cast; else overflow is torch's: e4m3 saturates, e5m2 becomes
-            infinite.
+        saturate: clamp to the largest number before the cast; else overflow is torch's: e5m2 gets infinite.
         scale_dtype: dtype of stored scales, see `ScaleDtype`. Codes use the unrounded scale.
         reciprocal: multiply by the reciprocal of the scale (vLLM) instead of dividing by the scale.
         group_size: channels that share a scale; None = all of the head.
@@ -251,8 +251,7 @@ class NormalQuantizer(LloydMaxQuantizer):
 class SignedRestQuantizer(InnerProductQuantizer):
     """TurboQuant-prod without a sketch: a sign stands for the coordinate of the error itself (LMDeploy).
 
-    Decoding adds |r| / √D · sign(r), and |r| / √D is stored: a smaller error than with a sketch, and no unbiased
-    estimate.
+    Decoding adds |r| / √D · sign(r), and |r| / √D is stored: a smaller error than with a sketch, but biased.
 
     Args:
         bits: bits per element, 2-8: one less for the codes, 1 for the signs.

@@ -10,6 +10,7 @@ for hybrid models) are named in its README and are no part of kvq's sources: not
 
 from __future__ import annotations
 
+import math
 from functools import lru_cache
 from typing import ClassVar, Self
 
@@ -37,7 +38,7 @@ class Int3AsymNsepPchanCache:
     def from_fp16(cls, x: Float[Tensor, "*lead tokens dim"]) -> Self:
         """Pack states of any float dtype; all tokens share the ranges of a channel."""
         codec, _ = _codecs(cls.bits, x.shape[-1])
-        return cls(codec.encode(x.reshape(1, -1, *x.shape[-2:])), x.shape)
+        return cls(codec.encode(x.reshape(1, math.prod(x.shape[:-2]), *x.shape[-2:])), x.shape)
 
     def to_fp16(self) -> Float[Tensor, "*lead tokens dim"]:
         """The states decoded, in the dtype they came in."""

@@ -34,6 +34,7 @@ class LeadingChannels(TwoChannelGroups):
     """
 
     version: ClassVar[int] = 1
+    counted = "first"
 
     def __init__(self, first: int, high: Codec, low: Codec) -> None:
         at_least("first", first, 1)
@@ -84,7 +85,8 @@ class RmsLevelsQuantizer(LevelsQuantizer):
         groups = in_groups(x, self.group_size)
         levels = groups.new_tensor(self.levels)
         energy = groups.square().sum(-1, keepdim=True)
-        rms = (energy / groups.shape[-1]).sqrt().clamp_min(1e-12)
+        counts = in_groups(torch.ones_like(x[..., :1, :]), self.group_size).sum(-1, keepdim=True)
+        rms = (energy / counts).sqrt().clamp_min(1e-12)
         codes = nearest_level(groups / rms * self.per_rms, (levels[1:] + levels[:-1]) / 2)
         product = (groups * look_up(levels, codes)).sum(-1, keepdim=True)
         scale = torch.where(product > 0, energy / product.clamp_min(1e-30), 0) * self.one

@@ -22,16 +22,14 @@ class SketchQuantizer(Quantizer):
     """Signs of S·k and the norm |k|, separately for the outlier channels of a group of tokens and for the others.
 
     Decoding gives |k| / (m c) · Sᵀ sign(S k) on the group's own channels, c = E|s·u| for a unit vector u (√(2/π) for
-    Gaussian rows): <q, decoded> is QJL's estimate of <q, k>, unbiased over draws of S, and attention on decoded keys is
-    QJL's attention.
+    Gaussian rows): <q, decoded> is QJL's estimate of <q, k>, unbiased over draws of S, and attention is QJL's.
 
     Args:
         ratio: sketch coordinates m per channel; QJL has 256, in early layers 512, for 128 channels.
         outliers: channels with the largest sums of squares per head and group of tokens, sketched separately; 0 = none.
         outlier_ratio: coordinates of their sketch per channel of the whole head; QJL has 256, in early layers 128.
         shared_rows: the outliers' sketch is the first rows of the common one; else it is drawn separately.
-        group_size: tokens that share a choice of outlier channels (None: the whole block); a short last group chooses
-            for itself.
+        group_size: tokens that share a choice of outlier channels (None: the whole block); a short last one its own.
         sketch: `orthogonal` (as released): blocks of D orthogonal rows of length √D; or `gaussian` (the definition).
         seed: seed of S, independent of data seeds.
 

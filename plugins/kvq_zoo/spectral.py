@@ -48,8 +48,7 @@ class SpectralQuantizer(Calibrated, Quantizer):
     have s h bits together, each next one for the largest λ / 4^b of less than 8 (`water_filling`), and a codebook each;
     with 0 bits a coordinate is its mean. Else each has h, and they share a codebook.
 
-    A codebook is fitted to the calibration: Lloyd's steps from even levels between its extremes, at most 200; an empty
-    cell keeps its level.
+    A codebook is fitted to the calibration: Lloyd's steps from even levels between its extremes, at most 200.
 
     Args:
         bits: mean bits of a coordinate.

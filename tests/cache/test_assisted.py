@@ -69,10 +69,8 @@ class Counted(KVCache):
         super().crop(tokens_to_remove)
 
 
-def generate(model, tokens, cache, new=NEW, **settings):
-    return model.generate(
-        tokens, past_key_values=cache, max_new_tokens=new, do_sample=False, pad_token_id=0, **settings
-    )
+def generate(model, tokens, cache, new=NEW, **given):
+    return model.generate(tokens, past_key_values=cache, max_new_tokens=new, do_sample=False, pad_token_id=0, **given)
 
 
 def check_equal(model, method, tokens, new=NEW, **settings):

@@ -89,9 +89,7 @@ def exact_norm(self: LlamaRMSNorm, x: Tensor) -> Tensor:
         ("oscar", "residual.policy=sliding", 1e-5),
     ],
 )
-def test_chunks_are_token_by_token_at_16_bits(
-    name: str, more: str, most: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_chunks_are_one_by_one_at_16_bits(name: str, more: str, most: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """In fp64: what chunks differ by is lost in the rounding, so codes are equal."""
     monkeypatch.setattr(LlamaRMSNorm, "forward", exact_norm)
     loaded = rounding(llama(head_dim=32, seed=2).double(), torch.float16)

@@ -29,10 +29,8 @@ def method(name="nsn", size=6):
     return bound(built, states, config.num_hidden_layers) if built.needs_calibration else built
 
 
-def generate(model, tokens, cache, count=9, **settings):
-    return model.generate(
-        tokens, past_key_values=cache, max_new_tokens=count, do_sample=False, pad_token_id=0, **settings
-    )
+def generate(model, tokens, cache, count=9, **given):
+    return model.generate(tokens, past_key_values=cache, max_new_tokens=count, do_sample=False, pad_token_id=0, **given)
 
 
 def greedy(model, tokens, cache, count=9):

@@ -49,10 +49,8 @@ def padded(rows: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
 def written(loaded: LoadedModel, one: Method, tokens: Tensor, mask: Tensor, **given: Any) -> tuple[Tensor, Tensor, Any]:
     """New tokens `[batch, steps]`, the logits before each, and the cache behind them."""
     cache = KVCache(loaded.model, one)
-    settings = {"max_new_tokens": STEPS, "do_sample": False, "pad_token_id": 0, "return_dict_in_generate": True}
-    out = loaded.model.generate(
-        tokens, attention_mask=mask, past_key_values=cache, output_logits=True, **settings | given
-    )
+    given = {"max_new_tokens": STEPS, "do_sample": False, "pad_token_id": 0, "return_dict_in_generate": True} | given
+    out = loaded.model.generate(tokens, attention_mask=mask, past_key_values=cache, output_logits=True, **given)
     return out.sequences[:, tokens.shape[1] :], torch.stack(out.logits, 1), cache
 
 

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, CohereConfig, Glm4Config, GptOssC
 
 import kvq
 from kvq.cache import KVCache
-from kvq.cache.rotary import STYLES, Style, styles_of
+from kvq.cache.rotary import STYLES, RopeTable, Style, styles_of
 from kvq.codecs.stages import Rope
 from kvq.errors import Unsupported
 from tests.random_models import llama, token_ids
@@ -142,3 +142,10 @@ def test_a_decoded_copy_forks_crops_and_resets(policy: str) -> None:
     torch.testing.assert_close(
         feed(model, swapped, tokens[order], [37, 38, 50, 60]), expected[order], atol=1e-4, rtol=0
     )
+
+
+def test_rotations_of_a_forward_that_broke_off_are_forgotten() -> None:
+    table = RopeTable(None)
+    for tokens in (40, 9):
+        table.extend(0, tokens, None, torch.zeros(1))
+    assert table.tokens == 9

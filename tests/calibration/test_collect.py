@@ -11,7 +11,7 @@ from torch import Tensor
 
 import kvq
 from kvq.calibration.budget import MomentSums
-from kvq.calibration.collect import LOGIT_CHUNK, collect_states, compute_loss
+from kvq.calibration.collect import LOGIT_CHUNK, collect_states, compute_loss, text_name
 from kvq.calibration.files import Calibration, bind_tables
 from kvq.calibration.fit import calibrate
 from kvq.codecs import FisherTransform
@@ -162,12 +162,10 @@ def test_the_transform_is_that_of_shrunk_matrices(together: int | None) -> None:
     covariance, _ = ledoit_wolf(rows(x).numpy())
     fisher, _ = ledoit_wolf(rows(g).numpy(), assume_centered=True)
     blocks = torch.arange(12).split(12 if together is None else 4)
-    expected = [
+    wanted = [
         torch.linalg.eigvals(torch.from_numpy(covariance[own][:, own] @ fisher[own][:, own])).real for own in blocks
     ]
-    torch.testing.assert_close(
-        found[0].double(), torch.cat(expected).sort(descending=True).values, rtol=1e-5, atol=1e-9
-    )
+    torch.testing.assert_close(found[0].double(), torch.cat(wanted).sort(descending=True).values, rtol=1e-5, atol=1e-9)
     plain = FisherTransform("full", together).fit_joint(moments)["spectrum"]
     assert not torch.allclose(found, plain, rtol=1e-2)
 
@@ -221,3 +219,10 @@ def test_components_without_variance_get_no_bits(name: str, channels: int) -> No
     every = [own.tolist() for table, own in found.tensors.items() if table.endswith("quantizer.widths")]
     assert every
     assert all([widths.count(width) for width in (0, 8)] == [channels - 48, 48] for widths in every)
+
+
+def test_states_are_kept_of_one_model_alone() -> None:
+    """Also where another has equal first entries of all weights, which name it."""
+    one, other = (LoadedModel(llama(), torch.device("cpu")) for _ in range(2))
+    names = [text_name(loaded, token_ids(4), CalibrationConfig()) for loaded in (one, one, other)]
+    assert names[0] == names[1] != names[2]

@@ -204,9 +204,7 @@ def test_a_mixture_has_windows_of_each_text(given: list[str], tmp_path: Path) ->
             windows(dataset, 5, *more)
 
 
-def test_a_calibration_takes_the_first_documents_of_a_web_text(
-    given: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_calibration_takes_the_first_documents_of_web_text(given: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """`fineweb_edu` asks the hub for its training split, streamed; windows are those of a local copy of these rows."""
     asked, read = [], []
 
@@ -239,9 +237,7 @@ def test_a_calibration_takes_the_first_documents_of_a_web_text(
     Inputs._held.clear()
 
 
-def test_a_text_is_tokenized_once_for_calibrations_of_all_sizes(
-    given: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_text_is_tokenized_once_for_all_calibrations(given: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     loads: list[tuple[object, ...]] = []
 
     def counted(*words: Any) -> Any:

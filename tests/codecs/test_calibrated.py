@@ -17,6 +17,7 @@ from kvq.codecs import (
     Hadamard,
     LearnedRotation,
     NonUniformQuantizer,
+    SparseCodec,
     TokenNorm,
     cayley_step,
     fit_codec,
@@ -219,3 +220,16 @@ def test_tokens_of_which_none_lies_between_the_quantiles_have_levels() -> None:
     tables = quantizer.fit(torch.stack([torch.zeros(1, 8), torch.arange(1.0, 9)[None]], 1), None, 0)
     assert len(tables["levels"]) == 4
     assert bool(torch.isfinite(tables["levels"]).all())
+
+
+def test_outliers_of_long_inputs_and_of_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pieces of an input and sequences of a batch have lists of other lengths, and decode as each alone."""
+    quantizer, x = NonUniformQuantizer(2, "per_channel", outliers=0.01), torch.randn(2, 4, 300, 32)
+    x[1] *= 1.5
+    codec = SparseCodec({}, [], quantizer.bind(quantizer.fit(x[0], None, 0), 4, 32))
+    alone = [codec.encode(row[None], 32) for row in x]
+    for module in ("codec", "variable_length"):
+        monkeypatch.setattr(f"kvq.codecs.{module}.ELEMENTS_AT_ONCE", 2 * 4 * 32 * 32)
+    both = codec.encode(x, 32)
+    assert torch.equal(codec.decode(both), torch.cat([codec.decode(one) for one in alone]))
+    assert both.parts["outlier.count"].max() < 2 * max(one.parts["outlier.count"].max() for one in alone)

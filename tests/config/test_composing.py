@@ -348,6 +348,9 @@ def test_a_pair_that_has_a_preset_is_the_same_run() -> None:
     [
         (["method.values_of=nope"], "values_of=nope: .*Could not find 'method/nope'"),
         (["method.values_of=ott"], "values_of=ott: has policies; a method of codecs alone"),
+        (["method.values_of=kvquant_plus_plus/gqa"], "values_of=kvquant_plus_plus/gqa: has policies"),
+        (["method=turboquant_plus", "method.values_of=kivi"], "values_of=kivi: has policies"),
+        (["method.calibration.seed=7", "method.values_of=kvquant"], "is calibrated otherwise than kivi"),
         (["method.values_of=nsn", "method.value.quantizer.bits=4"], "beside it have no effect"),
         (
             ["method=kvquant", "method.calibration.samples=4", "method.values_of=cq"],

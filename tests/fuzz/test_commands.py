@@ -174,9 +174,7 @@ def texts_in(folder: Path) -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize(("seed", "count"), pieces(full=200, quick=15, most=50))
-def test_wild_bytes_of_models_and_texts(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], seed: int, count: int
-) -> None:
+def test_wild_bytes_of_models_texts(tmp_path: Path, capsys: pytest.CaptureFixture[str], seed: int, count: int) -> None:
     rng = random.Random(seed)
     base = [*small_run(tmp_path), "task.max_windows=1", "method=rtn", "bits=2", "threads=1"]
     texts = texts_in(tmp_path)

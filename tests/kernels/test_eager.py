@@ -229,8 +229,7 @@ def test_any_transform_of_all_heads(data):
     data=st.data(),
 )
 def test_keys_and_values_in_the_same_components(together, paired, bits, heads, batch, total, data):
-    """Of one store, keys are read of the first heads and values of the others, whatever heads are transformed
-    together."""
+    """Of one store, keys are read of the first heads and values of the others, whatever is transformed together."""
     sides = [
         f"key.stages.transform.heads_together={together or 'null'}",
         *(["+key.stages.transform.with_values=true"] if paired else []),

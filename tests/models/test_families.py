@@ -108,9 +108,7 @@ NAMED = ("llama", "qwen3", "gemma2", "gpt_neox", "gptj")
 @pytest.mark.parametrize(
     ("name", "chosen"), [*((name, "kivi") for name in [*FAMILIES, *MORE]), *((name, "oscar") for name in NAMED)]
 )
-def test_sliding_residuals_are_scored_as_token_by_token(
-    name: str, chosen: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_sliding_residuals_score_as_token_by_token(name: str, chosen: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Keys, values and both sliding; chunks of any size; a length that nothing divides."""
     loaded = in_double_precision(family(name, seed=3), monkeypatch)
     tokens = token_ids(37)

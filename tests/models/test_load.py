@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
+from transformers import AutoConfig, AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, LlamaConfig
 
 from kvq.cache import KVCache
 from kvq.config import Dtype, ModelConfig, OutliersConfig, compose, resolve
@@ -175,6 +175,12 @@ def test_the_weights_come_back_and_the_output_embedding_stays() -> None:
         changed = {name for name, weight in model.named_parameters() if not torch.equal(weight, before[name])}
     assert changed == {name for name in before if ".layers." in name and before[name].ndim == 2}
     assert all(torch.equal(weight, before[name]) for name, weight in model.named_parameters())
+
+
+def test_weights_that_are_no_linear_layers_cannot_be_rounded() -> None:
+    model = GPT2LMHeadModel(GPT2Config(n_layer=1, n_embd=32, n_head=2, vocab_size=70))
+    with pytest.raises(Unsupported, match=r"c_attn\.weight would stay as it is"), rounded_weights(model, 2):
+        pass
 
 
 def test_a_rotation_is_merged_before_the_weights_are_rounded() -> None:

@@ -74,15 +74,13 @@ def own_log_probs(loaded, tokens, answer):
 def test_a_known_answer_is_scored_through_the_cache(name):
     loaded, tokens = media_model(name)
     answer = torch.randint(1, 69, (1, 7), generator=torch.Generator().manual_seed(4))
-    expected = own_log_probs(loaded, tokens, answer)
+    wanted = own_log_probs(loaded, tokens, answer)
     # Chunks of the answer and single tokens round apart; bit for bit is `generate`'s test.
-    torch.testing.assert_close(
-        answer_log_probs(loaded, method("identity"), tokens, answer), expected, atol=1e-4, rtol=0
-    )
+    torch.testing.assert_close(answer_log_probs(loaded, method("identity"), tokens, answer), wanted, atol=1e-4, rtol=0)
     for other in ("zero", *METHODS):
         found = answer_log_probs(loaded, method(other), tokens, answer)
         assert bool(torch.isfinite(found).all())
-        assert float((found - expected).abs().max()) > 1e-3, other
+        assert float((found - wanted).abs().max()) > 1e-3, other
 
 
 @pytest.mark.parametrize("name", FAMILIES)

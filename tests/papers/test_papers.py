@@ -80,7 +80,7 @@ def test_every_run_of_every_experiment_composes() -> None:
         compose(list(part))
 
 
-def test_a_table_without_runs_prints_what_is_published_and_the_command(
+def test_a_table_without_runs_prints_the_published_and_the_command(
     experiments: list[Experiment], tmp_path: Path
 ) -> None:
     write_experiments(experiments, Answers(), REFERENCE, tmp_path)
@@ -173,9 +173,7 @@ def test_a_table_that_waits_says_so_and_prints(tmp_path: Path, capsys: pytest.Ca
 
 
 @pytest.mark.slow
-def test_the_stand_in_runs_and_stands_beside_the_published_table(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_stand_in_runs_beside_the_published_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     small = ["dataset.max_tokens=400", "task.context=128"]
     assert main(["+experiment=nsnquant/table11", "model=tiny", *small, f"results_dir={tmp_path}"]) == 0
     said = capsys.readouterr().out

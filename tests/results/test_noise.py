@@ -320,9 +320,7 @@ def test_what_the_issue_of_few_items_was() -> None:
 
 @given(st.integers(2, 400), st.floats(0.0, 1.0), st.sampled_from([0.02, 0.05, 0.2]), st.booleans(), st.integers(0, 99))
 @settings(max_examples=examples(60))
-def test_a_run_that_scores_nothing_is_never_not_worse(
-    items: int, level: float, margin: float, binary: bool, seed: int
-) -> None:
+def test_scoring_nothing_is_never_not_worse(items: int, level: float, margin: float, binary: bool, seed: int) -> None:
     rng = np.random.default_rng(seed)
     theirs = rng.uniform(size=items) * level
     theirs = (theirs > 0.5).astype(float) if binary else theirs

@@ -35,10 +35,8 @@ def write_tasks(folder: Path) -> list[str]:
         {"question": f"{SHOTS}The colour of the {thing} is", "choices": [c for _, c in FACTS], "answer": index}
         for index, (thing, _) in enumerate(FACTS)
     ]
-    lines = "".join(
-        json.dumps(doc | {"letters": list("abcdef"), "text": FACTS[doc["answer"]][1]}) + "\n" for doc in docs
-    )
-    (folder / "docs.jsonl").write_text(lines, encoding="utf-8")
+    rows = (json.dumps(doc | {"letters": list("abcdef"), "text": FACTS[doc["answer"]][1]}) + "\n" for doc in docs)
+    (folder / "docs.jsonl").write_text("".join(rows), encoding="utf-8")
     common: dict[str, Any] = {
         "dataset_path": "json",
         "dataset_kwargs": {"data_files": {"test": str(folder / "docs.jsonl")}, "cache_dir": str(folder / "cache")},

@@ -172,6 +172,14 @@ def test_bad_settings_are_one_line(
     refused(capsys, [*given, "method=rtn", "bits=4", f"results_dir={tmp_path / 'r'}"], change, says)
 
 
+def test_items_of_one_id_and_answers_that_are_no_list(given: list[str], tmp_path: Path) -> None:
+    rows = [item("trec", 0) | {"_id": "x"} for _ in range(2)]
+    (tmp_path / "trec.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    found = longbench.documents(inputs_of(given, "task.subsets=[trec]", f"dataset.path={tmp_path / 'trec.jsonl'}"))
+    assert [one.name for one in found] == ["trec/x", "trec/x/1"]
+    assert [longbench.load_subset("qasper").score({"answers": "Paris"}, text) for text in ("P", "Paris")] == [0, 1]
+
+
 def test_rouge_l() -> None:
     assert longbench.rouge_l("the cat sat", "the cat sat") == pytest.approx(1, abs=1e-6)
     assert longbench.rouge_l("the cat sat", "the dog sat") == pytest.approx(2 / 3, abs=1e-6)

@@ -230,9 +230,7 @@ def test_answers_about_recordings_are_those_of_the_models_own_generate(heard: Pa
     assert rows["0"]["score"] == choice_score("a", "efga", rows["0"]["text"])
 
 
-def test_norms_by_modality_need_ears(
-    heard: Path, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_modal_norms_need_ears(heard: Path, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = [*given(heard, tmp_path)[1:5], f"results_dir={tmp_path}", "task=modality", "method=fp16"]
     assert main(words) == 0
     metrics = records(tmp_path)["fp16"].metrics

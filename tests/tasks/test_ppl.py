@@ -50,9 +50,7 @@ def plain_nll(loaded: LoadedModel, windows: list[Window]) -> float:
 
 @pytest.mark.parametrize("scoring", [Scoring.generation, Scoring.parallel])
 @pytest.mark.parametrize("cut", Windows)
-def test_full_precision_is_the_plain_forward(
-    loaded: LoadedModel, stream: Tensor, cut: Windows, scoring: Scoring
-) -> None:
+def test_full_precision_is_a_plain_forward(loaded: LoadedModel, stream: Tensor, cut: Windows, scoring: Scoring) -> None:
     task = dataclasses.replace(TASK, windows=cut, scoring=scoring)
     windows = ppl_windows([stream], task)
     metrics = run_ppl(loaded, build_method("fp16"), windows, task).metrics()

@@ -21,11 +21,9 @@ from tests.presets import LIBRARIES, NAMES, one_of_each
 from tests.random_models import in_double_precision, llama, random_llama, token_ids
 
 
-def chunked(
-    loaded: LoadedModel, method: Method, tokens: Tensor, bounds: list[tuple[int, int]], start: int = 1
-) -> Tensor:
+def chunked(loaded: LoadedModel, method: Method, tokens: Tensor, cuts: list[tuple[int, int]], start: int = 1) -> Tensor:
     """Log-probabilities of the targets from `start` on."""
-    chunks = score(loaded, KVCache(loaded.model, method, dtype=loaded.cache_dtype), tokens, start, bounds)
+    chunks = score(loaded, KVCache(loaded.model, method, dtype=loaded.cache_dtype), tokens, start, cuts)
     return torch.cat([torch.log_softmax(chunk.logits, -1) for chunk in chunks], 1)
 
 
@@ -95,9 +93,7 @@ def test_any_method_slides_exactly(name: str, side: str, monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize(("key", "value"), [(16, 24), (40, 16), pytest.param(1, 8, marks=pytest.mark.long)])
-def test_generation_is_exact_when_keys_and_values_flush_apart(
-    key: int, value: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_generation_is_exact_when_sides_flush_apart(key: int, value: int, monkeypatch: pytest.MonkeyPatch) -> None:
     loaded = in_double_precision(random_llama(seed=3, heads=6, kv_heads=3), monkeypatch)
     sizes = [f"residual.key.size={key}", f"residual.value.size={value}"]
     method = build_method("oscar", bits=2, head_dim=32, overrides=sizes)

@@ -59,9 +59,7 @@ def reads(method: str, scoring: str, context: int, folder: Path) -> Counter[str]
 @pytest.mark.parametrize(
     ("method", "scoring"), [*QUICK, *(pytest.param(*case, marks=pytest.mark.long) for case in sorted(CASES))]
 )
-def test_no_chunk_waits_for_the_device(
-    method: str, scoring: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_chunks_wait_for_no_device(method: str, scoring: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(side, "reads_at_once", lambda device: False)
     reads(method, scoring, 256, tmp_path)  # what a process asks once: codebooks, styles of rotary embeddings

@@ -205,9 +205,7 @@ def scatter_figure(table: pd.DataFrame) -> Figure:
     ]
     made.legend(handles=lines, loc="outside lower center", ncols=2, title="method: ρ of keys, values (p), over models")
     look = {"color": "#666666", "linestyle": ""}
-    axes[0].legend(
-        handles=[draw.handle(name, marker=draw.marker(i), **look) for i, name in enumerate(models)], loc="best"
-    )
+    axes[0].legend(handles=[draw.handle(name, marker=draw.marker(i), **look) for i, name in enumerate(models)])
     return made
 
 

@@ -38,8 +38,7 @@ def build_tables(
 ) -> Tables:
     """Group the records of a store into one table per protocol (task, model, dataset, seed with all their settings).
 
-    `keys`: of the runs that are shown, with full precision's; `scanned`: what `read_records` gave, so that the folder
-    is not read twice.
+    `keys`: of the runs that are shown, with full precision's; `scanned`: what `read_records` gave.
     """
     records, broken = scanned or compare.read_records(store, keys)
     if keys is not None:

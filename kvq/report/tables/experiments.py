@@ -45,8 +45,7 @@ class Asked:
 class Experiment:
     """A table of a paper as it is asked for; `stand_ins`: model -> cells of a small run of the same shape.
 
-    `runs` counts distinct runs in full, `baselines` those of full precision besides; `waiting`: choice that is not here
-    yet -> runs that need it.
+    `runs` counts distinct runs in full, `baselines` those of full precision besides; `waiting`: missing choice -> runs.
     """
 
     name: str

@@ -38,8 +38,7 @@ def model_of(family="llama", seed=0, head_dim=DIM, **settings):
         head_dim=head_dim,
         vocab_size=120,
         max_position_embeddings=512,
-        tie_word_embeddings=False,
-        **settings,
+        **{"tie_word_embeddings": False} | settings,
     )
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     for name, weight in model.named_parameters():  # so that logits, biases and norms are not nearly constant

@@ -20,13 +20,22 @@ def tokens():
     return torch.randint(120, (TOKENS,), generator=torch.Generator().manual_seed(1))
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3"])
-def test_full_precision_is_pytorchs(family, tokens):
-    model = model_of(family)
+@pytest.mark.parametrize(
+    ("family", "given"),
+    [
+        ("llama", {}),
+        ("qwen3", {"tie_word_embeddings": True}),
+        ("phi", {"partial_rotary_factor": 0.25}),
+        ("glm4", {"pad_token_id": 0}),
+        ("gemma2", {"tie_word_embeddings": True}),
+    ],
+)
+def test_full_precision_is_pytorchs(family, given, tokens):
+    model = model_of(family, **given)
     with Mlx(model, TOKENS) as engine:
         assert kl(in_torch(model, tokens), log_probs(engine, tokens)) < 1e-8
         assert engine.side_bits("key") == 32
-        assert engine.state_bytes == 2 * 2 * 2 * 64 * 4 * TOKENS
+        assert engine.state_bytes == 2 * 2 * model.config.num_key_value_heads * 64 * 4 * TOKENS
         assert "mlx 0." in engine.build
 
 

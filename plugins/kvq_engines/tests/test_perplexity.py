@@ -12,9 +12,10 @@ from kvq.results import Store
 from kvq.results.record import versions_of
 from kvq.runs import run
 from kvq_engines.agreement import Q8_0
-from kvq_engines.formats import EngineName, format_of
+from kvq_engines.formats import EngineName, format_for, format_of
 from kvq_engines.kld import LogitsFile
 from kvq_engines.tests import installed
+from tests.sweeps import inputs_of
 
 SMALL = ["task=engine", "task.context=64", "task.max_windows=4", "threads=1"]
 
@@ -69,6 +70,13 @@ def test_bits_and_groups_of_mlx():
             "llamacpp",
             ("+full_precision_layers.key=[0]",),
             "keeps layers in full precision; needs all layers",
+        ),
+        ("engine/llamacpp_q4_0", "llamacpp", ("key.stages.pairs.order=interleaved",), "or has another order"),
+        (
+            "engine/mlx_4",
+            "mlx",
+            ("+key.quantizer.clip=0.5", "+value.quantizer.clip=0.5"),
+            "stores keys and values alike",
         ),
         ("h2o", "llamacpp", (), "eviction of h2o evicts tokens; needs codecs"),
     ],
@@ -170,3 +178,18 @@ def test_logits_of_transformers_are_saved(tmp_path):
     assert (found.context, found.chunks, found.rows) == (64, 2, 31)
     probabilities = torch.cat(list(found.chunk(1))).exp().sum(-1)
     assert torch.allclose(probabilities, torch.ones(31), atol=2e-3)
+
+
+@pytest.mark.parametrize(("engine", "dtype"), [("onnxruntime", "float16"), ("mlx", "bfloat16")])
+def test_dtypes_that_an_engine_does_not_compute_in(engine, dtype):
+    task = ["task=engine", f"task.engine.name={engine}", f"model.dtype={dtype}", "model=tiny", "method=fp16"]
+    with pytest.raises(Unsupported, match=f"model.dtype={dtype}: {engine} computes in float32"):
+        format_for(inputs_of(task), build_method("fp16"))
+
+
+def test_each_side_of_mlx_has_its_bits():
+    assert build_method("engine/mlx", "k4v2").settings["value"]["quantizer"]["bits"] == 2
+    with pytest.raises(Unsupported, match="stores keys and values alike"):
+        of("engine/mlx", "mlx", "k4v2")
+    with pytest.raises(Unsupported, match="bits=7: of MLX, 2 to 6 or 8"):
+        build_method("engine/mlx", 7)

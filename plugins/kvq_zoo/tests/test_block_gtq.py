@@ -1,5 +1,7 @@
 """Block-GTQ against its definition in plain loops, and groups of channels that have other sizes in every head."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 import torch
@@ -205,3 +207,11 @@ def lloyd(bits=1):
 def test_what_cannot_be_is_refused(make, kind, says):
     with pytest.raises(kind, match=says):
         make()
+
+
+@pytest.mark.parametrize("change", [{"interleaved": True}, {"cos": torch.ones(1, 64, 4), "sin": torch.zeros(1, 64, 4)}])
+def test_other_pairs_of_rope_are_refused(change):
+    codec, (keys, queries) = build_method("block_gtq", bits=2, head_dim=DIM).key, calibration()
+    rows, rope = queries.transpose(0, 1).flatten(1, 2), dataclasses.replace(rope_table(64, DIM), **change)
+    with pytest.raises(Unsupported, match="RoPE pairs other channels"):
+        fit_codec(codec, keys, None, rope, 0, rows.mT @ rows)

@@ -95,3 +95,19 @@ def test_a_group_below_the_least_scale_of_nvfp4_becomes_zero():
     codec = build_method("engine/vllm_nvfp4/uncalibrated", head_dim=16).key
     assert not codec.decode(codec.encode(x)).any()
     assert codec.decode(codec.encode(2 * x)).all()
+
+
+def test_a_short_last_group_of_octave_has_its_own_scale():
+    levels, x = [-127, -79, -45, -14, 14, 45, 79, 127], torch.randn(1, 2, 40, 96, dtype=torch.float64)
+    apart = (RmsLevelsQuantizer(levels, 59, group_size=size) for size in (64, 32))
+    parts = zip(apart, x.split(64, -1), strict=True)
+    expected = [one.decode(one.encode(part, x.dtype), part.shape, x.dtype) for one, part in parts]
+    whole = RmsLevelsQuantizer(levels, 59, group_size=64)
+    assert torch.equal(whole.decode(whole.encode(x, x.dtype), x.shape, x.dtype), torch.cat(expected, -1))
+
+
+def test_groups_far_from_zero_keep_their_values_with_a_stored_ratio():
+    """-lo / scale beyond 65504 has no place in fp16."""
+    x = 5 + 0.01 * torch.rand(1, 1, 4, 64)
+    codec = build_method("engine/lmdeploy_8/pytorch", head_dim=64).key
+    torch.testing.assert_close(codec.decode(codec.encode(x)), x, atol=0.02, rtol=0)

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from kvq import build_method
+from kvq.errors import DataError
 from kvq_zoo.nsn import Int3AsymNsepPchanCache
 from tests.codecs import oracles
 
@@ -74,3 +75,8 @@ torch.testing.assert_close(k_recon, cached.to_fp16(), rtol=2e-3, atol=2e-3)
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
+
+
+def test_no_tokens_are_one_line() -> None:
+    with pytest.raises(DataError, match="holds no tokens"):
+        Int3AsymNsepPchanCache.from_fp16(torch.randn(0, 64))

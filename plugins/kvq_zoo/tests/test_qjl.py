@@ -5,11 +5,13 @@ from typing import get_args
 
 import pytest
 import torch
+from transformers import LlamaConfig
 
 import kvq
 from kvq.codecs import Codec, DeltaQuantizer, Sketch
 from kvq.codecs.lloyd_max import sketch_constant
 from kvq.errors import Unsupported
+from kvq.models.layers import KvLayer
 from kvq_zoo.qjl import SketchQuantizer, tall_sketch
 from tests.codecs.test_delta import drifting, inner
 
@@ -74,6 +76,13 @@ def test_bits_and_early_layers():
         assert method.codec("value", 0, 32) is method.value
         assert method.value.encode(x).bits_per_element == 3
     assert kvq.build_method("qjl/one_sketch").policies == ()
+
+
+def test_codecs_of_early_layers_are_checked_with_the_model():
+    held = [KvLayer(place, 128, 128, None) for place in range(2)]
+    method = kvq.build_method("qjl", head_dim=128, overrides=["policies.first_layers.key.quantizer.outliers=200"])
+    with pytest.raises(Unsupported, match="outliers=200: head_dim=128 leaves no other"):
+        method.layers(LlamaConfig(), held)
 
 
 def test_the_released_run():

@@ -24,6 +24,7 @@ WRONG = {
     "group_size=64: at least 1, with scale=token": lambda: EngineFloat8Quantizer(scale="none", group_size=64),
     "per_rms=0: above 0": lambda: RmsLevelsQuantizer(levels=[-1, 1], per_rms=0),
     "first=0: at least 1": lambda: LeadingChannels(first=0, high=None, low=None),
+    "first=64: head_dim=64 leaves no other": lambda: kvq.build_method("engine/vllm_octave_k3v4", head_dim=64),
     "kept=per_head: one of per_channel, per_token": lambda: VarianceBalance("per_head"),
     "iterations=-1: at least 0": lambda: VarianceBalance("per_token", -1),
     "imbalance=std: one of deviation, variance": lambda: VarianceBalance("per_token", imbalance="std"),

@@ -185,9 +185,7 @@ def test_dispersion_goes_with_failure_over_models(tmp_path: Path) -> None:
     assert not split_scatters(table[table["model"] != "m0"].iloc[:2])
 
 
-def test_one_command_draws_everything_and_names_what_it_cannot(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_one_command_draws_all_and_names_what_it_cannot(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     store = Store(tmp_path)
     runs = sweeps.sweep(store)
     for index, name in enumerate(("good/a", "good/b $x_{$")):

@@ -83,9 +83,7 @@ def _holds_samples(found: OfflineRun, record: Record, store: Store) -> None:
 
 
 @pytest.mark.slow
-def test_sync_sends_what_is_not_there_yet(
-    store: Store, runs: dict[str, Record], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_sync_sends_what_is_missing(store: Store, runs: dict[str, Record], capsys: pytest.CaptureFixture[str]) -> None:
     command = ["--results", str(store.root), "--offline"]
     failed = made.record("bad", "2", settings=made.config("bad", "2"), status="failed", reason="no")
     store.put(failed)
