@@ -48,7 +48,7 @@ class GroupedSweeper(Sweeper):
         from kvq.cli import begin_sweep
 
         begin_sweep(config)
-        self.config, self.task_function, self.loader = config, task_function, hydra_context.config_loader
+        self.config, self.task_function = config, task_function
         self.launcher = Plugins.instance().instantiate_launcher(
             hydra_context=hydra_context, task_function=task_function, config=config
         )
@@ -60,7 +60,7 @@ class GroupedSweeper(Sweeper):
     def sweep(self, arguments):
         """Launch the jobs of the command line's overrides."""
         given = [*(f"{name}={value}" for name, value in self.params.items()), *arguments]
-        batches = self.batches(OverridesParser.create(self.loader).parse_overrides(given))
+        batches = self.batches(OverridesParser.create().parse_overrides(given))
         self.save()
         size = len(batches[0]) if batches else 0  # of all but the last
         return [self.launch(batch, number * size) for number, batch in enumerate(batches)]

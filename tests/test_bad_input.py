@@ -207,7 +207,6 @@ REFUSED = [
     (["dataset.path=FOLDER"], r"the folder holds files of several kinds \(.*\.jsonl.*\.txt\)"),
     (["dataset.path=EMPTY"], "empty"),
     (["dataset.path=HALF"], "row 1 of .* has half of a surrogate pair"),
-    (["method=rtn", "method.bits_by_layer.key=[[16,16],2]"], "full_precision_layers for a whole layer"),
     (["dataset.path=SHORT"], "fewer than task.context=96"),
     (["dataset=pydocs"], "dataset=pydocs is embedded"),
     (["dataset.path=NO_TEXT", "dataset.text_field=words"], "words"),

@@ -217,7 +217,7 @@ class BlockEndLayer(KVCacheLayer):
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """As `KVCacheLayer.update`. Raises: Unsupported: a chunk beyond the end of a block, under `token_by_token`."""
         if self.token_by_token and any(side.queries for side in self._moves(key_states.shape[2], 0)):
-            raise Unsupported("method.token_policy: tokens fed one by one, but beyond a block's end; feed up to it")
+            raise Unsupported("method.token_policy: tokens fed one by one, beyond the end of a block; feed up to it")
         return super().update(key_states, value_states, *args, **kwargs)
 
 

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
+from hydra.core.override_parser.types import Glob
 from omegaconf import OmegaConf
 
 from kvq.config import plugins
@@ -129,16 +130,16 @@ def setting_in_file(group: str, choice: str, setting: str) -> str | None:
 
 
 def list_jobs(overrides: Iterable[Override]) -> list[list[str]]:
-    """One job for each combination of the swept values, the last fastest; `ConfigError`: an interval."""
+    """One job for each combination of the swept values, the last fastest; `ConfigError`: an interval, a glob."""
     values: dict[str, list[str]] = {}
     for override in overrides:
         name = override.get_key_element()
         if not override.is_sweep_override():
             values[name] = [f"{name}={override.get_value_element_as_str()}"]
-        elif override.is_discrete_sweep():
+        elif override.is_discrete_sweep() and not isinstance(override.value(), Glob):
             values[name] = [f"{name}={value}" for value in override.sweep_string_iterator()]
         else:
-            raise ConfigError(f"{override.input_line}: an interval; give values, or range(from,to,step)")
+            raise ConfigError(f"{override.input_line}: an interval or a glob; give values, or range(from,to,step)")
     return [list(job) for job in itertools.product(*values.values())]
 
 

@@ -180,7 +180,7 @@ def test_a_record_is_named_by_mean_bits(overrides, label):
         ),
         (["bits_by_layer.key=[4,[2,2.5]]"], "a whole number 1-16 for each layer, or a list of one for each KV head$"),
         (["bits_by_layer.key=[4,[2,9]]"], r"^method.bits_by_layer.key=\[4, \[2, 9\]\]: kivi does 1 to 8 bits$"),
-        (["bits_by_layer.key=[4,[16,16]]"], r"^method.bits_by_layer.key=\[4, 16\]: kivi does 1 to 8 bits$"),
+        (["bits_by_layer.key=[4,[16,16]]"], "full_precision_layers for a whole layer$"),
         (["bits_by_layer.key=[4,9]"], r"^method.bits_by_layer.key=\[4, 9\]: kivi does 1 to 8 bits$"),
         (["bits_by_layer.key=[4]", "bits_by_layer.value=[4,2]"], "1 layers of keys and 2 of values; as many of both"),
         (["bits_by_layer.key=[a]"], "bits_by_layer.key"),
