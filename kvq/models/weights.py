@@ -9,7 +9,7 @@ a sink can lack them only where its key is next to nothing: `sink: false` takes 
 A delta is what a model differs in from another: low-rank changes of matrices, rows of the embedding, norm weights. Its
 folder has `delta.json` ({"base": <model.path>}) and `delta.safetensors`, all in fp16: `W.left` [out, rank] and
 `W.right` [rank, in] for a weight W that becomes W + left @ right, `W.columns` [in] where W's columns are scaled first,
-`W.row.I` for its row I and `W` itself for a weight that is replaced. `base_sha256`, metadata: that of the base.
+`W.row.I` for its row I and `W` itself for a weight that is replaced. The metadata has the base's `base_sha256`.
 """
 
 from __future__ import annotations

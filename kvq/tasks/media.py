@@ -3,7 +3,7 @@
 OCRBench (arXiv 2305.07895) asks whether an answer is contained. MMAU-Pro (arXiv 2508.13992,
 `evaluate_mmau_pro_comprehensive.py`) scores by category. Instructions are checked by its rules. Choices are matched
 there by embeddings of NV-Embed-v2, a model of 7B; here by the words of MMAU's `evaluation.py` (arXiv 2410.19168), its
-authors' string rule, so that accuracy is not MMAU-Pro's. Open answers are graded there by Qwen2.5-7B-Instruct.
+authors' string rule, so that accuracy is not MMAU-Pro's. Open answers (there: Qwen2.5-7B-Instruct) have no score.
 """
 
 from __future__ import annotations
