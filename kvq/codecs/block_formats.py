@@ -41,7 +41,7 @@ class SignedMaxQuantizer(CodeQuantizer):
 
     Per token and group of `group_size` channels, with m the group's value of largest magnitude (the first of them):
     d = -m / 2^(b-1), code = clamp(floor(x (1 / d) + 1/2) + 2^(b-1), 0, 2^b - 1), x̂ = d (code - 2^(b-1)). Codes use the
-    reciprocal of the unrounded d; d is stored in fp16. 4 bits and groups of 32 are llama.cpp's q4_0 (4.5 bits), 5 q5_0.
+    reciprocal of the unrounded d; d is stored in fp16. 4 bits in groups of 32 are llama.cpp's q4_0, 5 bits its q5_0.
 
     Args:
         bits: bits per code, 2-16.
@@ -98,7 +98,7 @@ class HalfAwayQuantizer(UniformQuantizer):
 class Float8Quantizer(Quantizer):
     """8-bit floating point (e4m3), with scale max|x| / 448 of all heads, tokens and channels of a block.
 
-    The scale is stored in fp16: 8 + 16 / (H T D) bits per element of H heads, T tokens and D channels, one a sequence.
+    Each sequence has its scale in fp16: 8 + 16 / (H T D) bits per element of H heads, T tokens and D channels.
 
     Source: Micikevicius et al., FP8 Formats for Deep Learning (arXiv 2209.05433), Table 1.
     """

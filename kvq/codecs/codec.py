@@ -22,6 +22,11 @@ ELEMENTS_AT_ONCE = 2**24
 """Elements that are encoded or decoded together, 64 MiB of fp32: no long text has a copy in it; a block may."""
 
 
+def blocks_at_once(batch: int, heads: int, tokens: int, head_dim: int) -> int:
+    """How many blocks of `tokens` tokens are encoded or decoded together, at least 1 (`ELEMENTS_AT_ONCE`)."""
+    return max(1, ELEMENTS_AT_ONCE // (batch * heads * tokens * head_dim))
+
+
 @contextmanager
 def isolated(gradients: bool = False) -> Iterator[None]:
     """A context (or decorator) in which torch computes as in a new process, without gradients.
@@ -137,7 +142,7 @@ class Codec:
         self._check_rope(rope, tokens)
         size = tokens if block is None else min(block, tokens)
         count, tail = divmod(tokens, size)
-        step = 1 if self.quantizer.variable_rows else max(1, ELEMENTS_AT_ONCE // (batch * heads * size * head_dim))
+        step = 1 if self.quantizer.variable_rows else blocks_at_once(batch, heads, size, head_dim)
         whole = [(at * size, size, min(step, count - at)) for at in range(0, count, step)]
         runs: tuple[BlockRun, ...] = ()
         pieces = []
@@ -171,7 +176,7 @@ class Codec:
         out, first = next(iter(packed.parts.values())).new_empty(shape, dtype=packed.dtype), 0
         for run, parts in packed.by_run():
             blocks = run.blocks(parts)
-            step = max(1, ELEMENTS_AT_ONCE // (packed.batch * packed.heads * run.tokens * packed.head_dim))
+            step = blocks_at_once(packed.batch, packed.heads, run.tokens, packed.head_dim)
             for at in range(0, run.count, step):
                 count = min(step, run.count - at)
                 length = run.tokens * count

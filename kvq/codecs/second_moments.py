@@ -127,8 +127,7 @@ class FisherTransform(JointTransform):
         left_out: first tokens of each calibration text that do not count, because they stay in full precision.
         tables: dtype in which matrices are kept: float32, float16, or of the inverse int2 to int8 or width+0 to
             width+8, with a step for each row.
-        with_values: the heads are keys and, behind them, the values of the same heads, and a group of `heads_together`
-            heads has both of them.
+        with_values: behind the heads of keys are those of values; a group of `heads_together` heads has both.
         folded: the forward matrices are part of the model's weights, which make components of hidden states: they take
             the place of W_K and W_V and have their size. They are kept here too, as the cache receives states, but are
             not counted as tables.

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from kvq.codecs.codec import ELEMENTS_AT_ONCE, Codec, States
+from kvq.codecs.codec import Codec, States, blocks_at_once
 from kvq.codecs.fitted import INDICES
 from kvq.codecs.packed import Packed, merge_runs, pack_parts, plane_widths, unpack_parts
 from kvq.codecs.quantizers import Quantizer
@@ -45,7 +45,7 @@ class SparseCodec(Codec):
         batch, heads, tokens, head_dim = x.shape
         self._check_rope(rope, tokens)  # of all tokens: pieces of a longer table would pass
         size = min(block or tokens, tokens) or 1
-        whole, step = tokens - tokens % size, size * max(1, ELEMENTS_AT_ONCE // (batch * heads * size * head_dim))
+        whole, step = tokens - tokens % size, size * blocks_at_once(batch, heads, size, head_dim)
         pieces = []
         for start, end in itertools.pairwise([*range(0, whole, step), whole, tokens]):
             if start < end or not tokens:

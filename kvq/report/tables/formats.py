@@ -45,8 +45,7 @@ _LATEX = str.maketrans(yaml.safe_load((Path(__file__).parents[1] / "latex.yaml")
 _UNKNOWN = re.compile(r"[^\x00-\x7fÀ-ÏÑ-ÖØ-Ýß-ïñ-öø-ýÿ]")
 # An underscore between letters or digits starts no emphasis, and names stay readable as they are.
 _MARKDOWN = re.compile(r"[\\`*\[\]|~$]|(?<![A-Za-z0-9])_|_(?![A-Za-z0-9])")
-# Columns that a narrow terminal leaves out first (then from the right); how many first columns always stay, and the
-# blanks behind a column.
+# Columns that a narrow terminal leaves out first (then from the right); how many always stay; blanks behind a column.
 _KEPT, _BETWEEN = 5, 2
 CSV_METRICS: list[str] = layout.LISTED["csv"]
 MARK = "▶"  # before the first word that differs
