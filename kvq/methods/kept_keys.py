@@ -263,7 +263,7 @@ class KeptKeys(Policy):
     """Tokens, given as text, whose keys some layers keep in full precision in addition to their codes.
 
     Attributes:
-        texts: text of each token, such as `","`; each must be one token of the model.
+        texts: text of the tokens, such as `","`; all tokens with it are kept, also those with white space around (`" ,"`).
         layers: layers that keep them; negative numbers count from the last.
         ids: ids of the tokens; None before `bind_kept_keys`.
 
@@ -280,11 +280,15 @@ class KeptKeys(Policy):
 
     def bind_tokenizer(self, tokenizer: Any) -> KeptKeys:
         """A copy with the ids of the tokens. Raises: ConfigError: a text that is not one token."""
-        encoded = [tokenizer.encode(text, add_special_tokens=False) for text in self.texts]
-        for text, ids in zip(self.texts, encoded, strict=True):
-            if len(ids) != 1:
-                raise ConfigError(f"method.kept_keys.texts: '{text}' is {len(ids)} tokens of this model; one each")
-        return replace(self, ids=tuple(int(ids[0]) for ids in encoded))
+        own = {number: tokenizer.convert_tokens_to_string([token]) for token, number in tokenizer.get_vocab().items()}
+        found: set[int] = set()
+        for text in self.texts:
+            encoded = tokenizer.encode(text, add_special_tokens=False)
+            ids = {number for number, string in own.items() if string.strip() == text}
+            if len(encoded) > 1 and not ids:
+                raise ConfigError(f"method.kept_keys.texts: '{text}' is {len(encoded)} tokens of this model; one each")
+            found |= ids | set(encoded if len(encoded) == 1 else ())
+        return replace(self, ids=tuple(sorted(found)))
 
     def wrap_side(self, like: CacheSide, side: str, layer: int, layers: int) -> CacheSide:
         """A `KeptSide` for keys of the chosen layers. Raises: ConfigError: `bind_kept_keys` has not been called."""
@@ -307,7 +311,7 @@ class KeptSide(KeptRows):
         ids: tokens of the vocabulary whose keys are kept.
     """
 
-    version: ClassVar[int] = 1
+    version: ClassVar[int] = 2
     missing = "method.kept_keys needs the ids of all tokens"
 
     def __init__(

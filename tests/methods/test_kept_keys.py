@@ -77,8 +77,9 @@ def test_texts_become_tokens():
     tokenizer = load_tokenizer(resolve(compose(["model=tiny"])).model)
     method = bind_kept_keys(build_method("cq/kept_punctuation"), tokenizer)
     kept = method.policy("kept_keys")
-    assert tokenizer.convert_ids_to_tokens(list(kept.ids)) == list(kept.texts)
-    assert len(kept.ids) == 32
+    strings = {tokenizer.decode([number]) for number in kept.ids}
+    assert {string.strip() for string in strings} == set(kept.texts)
+    assert {",", " ,"} <= strings
     plain = build_method("kivi")
     assert bind_kept_keys(plain, tokenizer) is plain
     method = build_method("kivi", overrides=["kept_keys.texts=[zebra crossing]"])
