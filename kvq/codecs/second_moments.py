@@ -129,8 +129,7 @@ class FisherTransform(JointTransform):
             width+8, with a step for each row.
         with_values: behind the heads of keys are those of values; a group of `heads_together` heads has both.
         folded: the forward matrices are part of the model's weights, which make components of hidden states: they take
-            the place of W_K and W_V and have their size. They are kept here too, as the cache receives states, but are
-            not counted as tables.
+            the place of W_K and W_V and have their size. As the cache receives states, they are here too, not counted.
 
     Tables: `mean` `[1, n]`; `forward` `[groups, channels, m]` (`folded_forward` where they are) and `inverse` `[groups,
     m, channels]` of the groups of equal size, m the components of the one that uses most; `last_forward` and

@@ -60,8 +60,7 @@ class PplConfig(TaskConfig):
     """Perplexity: windows of `context` tokens, every `stride` when sliding; `prompt`: tokens before a continuation.
 
     `bos`: whether each window begins with the begin-of-text token, which counts among its tokens and is not scored;
-    None: if the model was trained with it. `stretch`: loss and KL are reported for each so many
-    positions too.
+    None: if the model was trained with it. `stretch`: loss and KL are reported for each so many positions too.
     """
 
     name: str = "ppl"

@@ -263,7 +263,7 @@ class KeptKeys(Policy):
     """Tokens, given as text, whose keys some layers keep in full precision in addition to their codes.
 
     Attributes:
-        texts: text of the tokens, such as `","`; all tokens with it are kept, also those with white space around (`" ,"`).
+        texts: text of the tokens, such as `","`; all with it are kept, also those with white space around it (`" ,"`).
         layers: layers that keep them; negative numbers count from the last.
         ids: ids of the tokens; None before `bind_kept_keys`.
 
@@ -281,13 +281,11 @@ class KeptKeys(Policy):
     def bind_tokenizer(self, tokenizer: Any) -> KeptKeys:
         """A copy with the ids of the tokens. Raises: ConfigError: a text that is not one token."""
         own = {number: tokenizer.convert_tokens_to_string([token]) for token, number in tokenizer.get_vocab().items()}
-        found: set[int] = set()
+        found = {number for number, string in own.items() if {string, string.strip()} & {*self.texts}}
         for text in self.texts:
-            encoded = tokenizer.encode(text, add_special_tokens=False)
-            ids = {number for number, string in own.items() if string.strip() == text}
-            if len(encoded) > 1 and not ids:
-                raise ConfigError(f"method.kept_keys.texts: '{text}' is {len(encoded)} tokens of this model; one each")
-            found |= ids | set(encoded if len(encoded) == 1 else ())
+            if not any(text in (own[number], own[number].strip()) for number in found):
+                count = len(tokenizer.encode(text, add_special_tokens=False))
+                raise ConfigError(f"method.kept_keys.texts: '{text}' is {count} tokens of this model; one each")
         return replace(self, ids=tuple(sorted(found)))
 
     def wrap_side(self, like: CacheSide, side: str, layer: int, layers: int) -> CacheSide:
