@@ -79,7 +79,7 @@ def experiment_of(name: str, present: Present = frozenset()) -> Experiment:
         ),
         runs=len(jobs),
         baselines=len(plain[False] - plain[True]),
-        stand_ins={model: _stand_in_cells(layout, cells, model, present) for model in small},
+        stand_ins={model: _stand_ins(layout, cells, model, present) for model in small},
         waiting=dict(sorted(waiting.items())),
     )
 
@@ -115,12 +115,11 @@ def of_no_paper(jobs: Iterable[sweep.Overrides]) -> bool:
     return bool(models) and all(model in choices_in_use()["model"] and sweep.runs_anywhere(model) for model in models)
 
 
-def _stand_in_cells(
-    layout: LayoutConfig, cells: Iterable[sweep.Cell], model: str, present: Present
-) -> tuple[Asked, ...]:
+def _stand_ins(layout: LayoutConfig, cells: Iterable[sweep.Cell], model: str, present: Present) -> tuple[Asked, ...]:
     """The cells with runs on `model`, a small one in place of the paper's, and without the label of the model.
 
-    A cell whose runs then are of another task (`LayoutConfig.small`) reads that task's main metric, without labels.
+    Behind a text's label is the text in its place. A cell whose runs then are of another task (`LayoutConfig.small`)
+    reads that task's main metric, without labels.
     """
     asked: set[tuple[sweep.Overrides, ...]] = set()
     by_labels: dict[tuple[tuple[str, str], ...], Asked] = {}
@@ -130,6 +129,9 @@ def _stand_in_cells(
         other = {_task_of(run) for run in cell.runs} != {_task_of(run) for run in runs}
         dropped = {"model", *(layout.metrics if other else ())}
         labels = {axis: label for axis, label in cell.labels.items() if axis not in dropped}
+        texts = [{word[8:] for run in its for word in run if word.startswith("dataset=")} for its in (cell.runs, runs)]
+        if labels.get("dataset") and texts[1] and texts[0] != texts[1]:
+            labels["dataset"] += f" ({', '.join(sorted(texts[1]))})"
         answers = tuple(_cell_run(run, present) for run in runs)
         made = Asked(labels, "" if other else cell.metric, answers, cell.reason)
         if runs and not (other and runs in asked):

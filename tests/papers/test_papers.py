@@ -161,6 +161,8 @@ def test_a_record_is_found_by_what_it_measures(tmp_path: Path) -> None:
     )
     assert cell.difference == pytest.approx(5.3 - cell.published.value)
     assert cell.bits == 2.23
+    small = experiment_of("nsnquant/table2", frozenset({("tiny", "nsnquant")})).stand_ins["tiny"]
+    assert {cell.labels["dataset"] for cell in small} == {"WikiText-2 (pydocs)", "C4 (pysource)"}
 
 
 def test_a_table_that_waits_says_so_and_prints(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

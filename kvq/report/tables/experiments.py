@@ -149,7 +149,7 @@ def shown_cells(experiment: Experiment, records: Answers, reference: Reference) 
     for machine, asked in itertools.product(_machines_of(experiment.cells, records), experiment.cells):
         published = reference.find(layout.paper or "", layout.table, asked.labels)
         if published is not None or layout.table is None or set(layout.own) & set(asked.labels.values()):
-            cells.append(_fill_cell(asked, published, records, machine, experiment))
+            cells.append(_fill(asked, published, records, machine, experiment))
     return cells
 
 
@@ -157,13 +157,11 @@ def stand_in_cells(experiment: Experiment, model: str, records: Answers) -> list
     """The cells of a stand-in, by machine as `shown_cells`; nothing where none of its runs is there."""
     asked = experiment.stand_ins[model]
     machines = _machines_of(asked, records)
-    cells = [_fill_cell(one, None, records, machine, experiment) for machine in machines for one in asked]
+    cells = [_fill(one, None, records, machine, experiment) for machine in machines for one in asked]
     return cells if any(cell.value is not None for cell in cells) else []
 
 
-def _fill_cell(
-    asked: Asked, published: Published | None, records: Answers, machine: str, experiment: Experiment
-) -> Shown:
+def _fill(asked: Asked, published: Published | None, records: Answers, machine: str, experiment: Experiment) -> Shown:
     """A cell with what the records of its runs give, times of one machine; without a number and with the reason."""
     answers = [(run, records.find(run, machine)) for run in asked.runs]
     found = [record for _, record in answers if record is not None]
