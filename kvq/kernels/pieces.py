@@ -4,8 +4,7 @@ NSNQuant's shifts are one vector per block, outside the loops over codes: they a
 to its scores, and the sum of a block's weights times `o` to the output. RoPE that follows a shift turns it by each
 token's angle, for which all heads share one matrix product.
 
-Codes of a transform of all heads together are taken in smaller pieces, which are decoded to components of all heads,
-and on to keys.
+Codes of a transform of all heads together are taken in smaller pieces: decoded to components of all heads, then keys.
 """
 
 from __future__ import annotations

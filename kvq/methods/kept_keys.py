@@ -280,12 +280,12 @@ class KeptKeys(Policy):
 
     def bind_tokenizer(self, tokenizer: Any) -> KeptKeys:
         """A copy with the ids of the tokens. Raises: ConfigError: a text that is not one token."""
-        own = {number: tokenizer.convert_tokens_to_string([token]) for token, number in tokenizer.get_vocab().items()}
-        found = {number for number, string in own.items() if {string, string.strip()} & {*self.texts}}
-        for text in self.texts:
-            if not any(text in (own[number], own[number].strip()) for number in found):
-                count = len(tokenizer.encode(text, add_special_tokens=False))
-                raise ConfigError(f"method.kept_keys.texts: '{text}' is {count} tokens of this model; one each")
+        texts, vocabulary = {*self.texts}, tokenizer.get_vocab().items()
+        strings = ((number, tokenizer.convert_tokens_to_string([token])) for token, number in vocabulary)
+        found = {number: those for number, string in strings if (those := texts & {string, string.strip()})}
+        if missing := sorted(texts.difference(*found.values())):
+            count = len(tokenizer.encode(missing[0], add_special_tokens=False))
+            raise ConfigError(f"method.kept_keys.texts: '{missing[0]}' is {count} tokens of this model; one each")
         return replace(self, ids=tuple(sorted(found)))
 
     def wrap_side(self, like: CacheSide, side: str, layer: int, layers: int) -> CacheSide:

@@ -8,7 +8,7 @@ import itertools
 import pickle
 import sys
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -126,10 +126,11 @@ def _stand_ins(layout: LayoutConfig, cells: Iterable[sweep.Cell], model: str, pr
     instead = sweep.stand_in_overrides(layout, model) or {}
     for cell in cells:
         runs = tuple(dict.fromkeys(sweep.override_run(run, [f"model={model}"], instead) for run in cell.runs))
-        other = {_task_of(run) for run in cell.runs} != {_task_of(run) for run in runs}
+        tasks = [{sweep.choice_of(run, "task").partition("/")[0] for run in its} for its in (cell.runs, runs)]
+        texts = [{sweep.choice_of(run, "dataset") for run in its} - {""} for its in (cell.runs, runs)]
+        other = tasks[0] != tasks[1]
         dropped = {"model", *(layout.metrics if other else ())}
         labels = {axis: label for axis, label in cell.labels.items() if axis not in dropped}
-        texts = [{word[8:] for run in its for word in run if word.startswith("dataset=")} for its in (cell.runs, runs)]
         if labels.get("dataset") and texts[1] and texts[0] != texts[1]:
             labels["dataset"] += f" ({', '.join(sorted(texts[1]))})"
         answers = tuple(_cell_run(run, present) for run in runs)
@@ -138,11 +139,6 @@ def _stand_ins(layout: LayoutConfig, cells: Iterable[sweep.Cell], model: str, pr
             asked.add(runs)
             by_labels[tuple(labels.items())] = made
     return tuple(by_labels.values())
-
-
-def _task_of(run: Sequence[str]) -> str:
-    """The task that overrides choose, without its variant: `ppl` of `task=ppl/nsn`; empty where they choose none."""
-    return next((word.split("=")[1].partition("/")[0] for word in run if word.startswith("task=")), "")
 
 
 @cache_by_folder

@@ -81,6 +81,11 @@ def jobs_of(cells: Iterable[Cell], overrides: Sequence[str], small: Mapping[str,
     return list(dict.fromkeys(override_run(run, overrides, small) for cell in cells for run in cell.runs))
 
 
+def choice_of(run: Iterable[str], group: str) -> str:
+    """What overrides choose of a group: `ppl/nsn` of `task=ppl/nsn`; empty where they choose nothing."""
+    return next((word.partition("=")[2] for word in run if word.startswith(f"{group}=")), "")
+
+
 def missing_choices(run: Sequence[str], choices: Mapping[str, Iterable[str]]) -> Iterator[str]:
     """Choices of a run that this version does not have, such as `method=kvquant`."""
     for word in run:
@@ -158,6 +163,6 @@ def sweep_of(config: DictConfig, overrides: Sequence[Override]) -> list[Override
     cells, known = cells_of(layout), choices()
     jobs: list[Overrides] = []
     for words in map(tuple, list_jobs(overrides)):
-        model = next((word.partition("=")[2] for word in words if word.startswith("model=")), "")
+        model = choice_of(words, "model")
         jobs += jobs_of(cells, words, (stand_in_overrides(layout, model) if model else None) or {})
     return [job for job in group_jobs(dict.fromkeys(jobs)) if not any(missing_choices(job, known))]
